@@ -1,0 +1,161 @@
+"""Reading a Hugging Face model folder: config.json, safetensors (one file or sharded), tokenizer, chat template."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from tokenizers import Tokenizer as Backend
+
+from spec_jax.config import LinearRopeScaling, Llama3RopeScaling, ModelConfig
+from spec_jax.errors import UserError
+
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+
+class HuggingFaceModel:
+    """Tensors and config of a model folder. Files are memory-mapped; a tensor is read when it is asked for."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.config = read_config(folder)
+        self._files = {}
+        for path in _weight_files(folder):
+            try:
+                file = safe_open(path, framework="np")
+            except (SafetensorError, OSError) as error:
+                raise UserError(f"{path} is truncated or is no safetensors file ({error}); fetch it again") from None
+            for name in file.keys():  # noqa: SIM118  (a safetensors handle is no mapping)
+                self._files[name] = file
+
+    def tensor(self, name: str) -> np.ndarray:
+        """The tensor `name`. Raises UserError when no file of the folder has it."""
+        if name not in self._files:
+            raise UserError(f"{self.folder} has no tensor {name}: the checkpoint is incomplete")
+        return self._files[name].get_tensor(name)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        names = sorted(set(_read_json(index).get("weight_map", {}).values()))
+        missing = [name for name in names if not (folder / name).is_file()]
+        if missing:
+            raise UserError(f"{folder} lacks {', '.join(missing)}, which model.safetensors.index.json names")
+        return [folder / name for name in names]
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise UserError(f"{folder} has no .safetensors file; PyTorch .bin weights are not read")
+    return files
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """config.json in the terms of this project; both the old `rope_scaling` and the new `rope_parameters` are read."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise UserError(f"{folder} has no config.json: a Hugging Face model folder or a .gguf file is needed")
+    raw = _read_json(path)
+    architecture = (raw.get("architectures") or [None])[0]
+    if architecture not in ARCHITECTURES:
+        raise UserError(f"{path}: architecture {architecture!r} is not supported; supported: {', '.join(ARCHITECTURES)}")
+    try:
+        return _convert(raw, architecture, folder)
+    except KeyError as error:
+        raise UserError(f"{path} lacks the field {error}") from None
+
+
+def _convert(raw: dict[str, Any], architecture: str, folder: Path) -> ModelConfig:
+    if raw.get("hidden_act", "silu") != "silu":
+        raise UserError(f"{folder}: activation {raw['hidden_act']!r} is not supported; supported: silu")
+    rope = raw.get("rope_parameters") or {**(raw.get("rope_scaling") or {}), "rope_theta": raw.get("rope_theta", 1e4)}
+    if rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise UserError(f"{folder}: partial rotary embeddings are not supported")
+    bias = bool(raw.get("attention_bias", False))
+    return ModelConfig(
+        vocab_size=raw["vocab_size"],
+        hidden_size=raw["hidden_size"],
+        num_layers=raw["num_hidden_layers"],
+        num_heads=raw["num_attention_heads"],
+        num_kv_heads=raw.get("num_key_value_heads") or raw["num_attention_heads"],
+        head_dim=raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"],
+        ffn_size=raw["intermediate_size"],
+        rms_norm_eps=raw["rms_norm_eps"],
+        rope_theta=rope.get("rope_theta", 1e4),
+        rope_scaling=_rope_scaling(rope, folder),
+        max_position=raw["max_position_embeddings"],
+        qkv_bias=bias or architecture == "Qwen2ForCausalLM",
+        attention_output_bias=bias and architecture == "LlamaForCausalLM",
+        mlp_bias=bool(raw.get("mlp_bias", False)),
+        qk_norm=architecture == "Qwen3ForCausalLM",
+        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        sliding_window=_sliding_window(raw, architecture, folder),
+        eos_token_ids=_eos_ids(raw, folder),
+    )
+
+
+def _rope_scaling(rope: dict[str, Any], folder: Path) -> Llama3RopeScaling | LinearRopeScaling | None:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind == "linear":
+        return LinearRopeScaling(rope["factor"])
+    if kind == "llama3":
+        return Llama3RopeScaling(
+            factor=rope["factor"],
+            low_freq_factor=rope["low_freq_factor"],
+            high_freq_factor=rope["high_freq_factor"],
+            original_max_position=rope["original_max_position_embeddings"],
+        )
+    raise UserError(f"{folder}: rope type {kind!r} is not supported; supported: default, linear, llama3")
+
+
+def _sliding_window(raw: dict[str, Any], architecture: str, folder: Path) -> int | None:
+    window = raw.get("sliding_window")
+    if window is None or architecture == "LlamaForCausalLM":
+        return None
+    if architecture == "MistralForCausalLM":
+        return window
+    if not raw.get("use_sliding_window", False):
+        return None
+    kinds = set(raw.get("layer_types") or ["sliding_attention"])
+    if kinds != {"sliding_attention"}:
+        raise UserError(f"{folder}: a mix of sliding and full attention layers is not supported")
+    return window
+
+
+def _eos_ids(raw: dict[str, Any], folder: Path) -> tuple[int, ...]:
+    generation = folder / "generation_config.json"
+    ids = _read_json(generation).get("eos_token_id") if generation.is_file() else None
+    if ids is None:
+        ids = raw.get("eos_token_id")
+    if ids is None:
+        return ()
+    return tuple(ids) if isinstance(ids, list) else (ids,)
+
+
+def read_tokenizer(folder: Path) -> tuple[Backend, str | None, dict[str, str]]:
+    """The tokenizer, its chat template if it has one, and the special tokens that templates name (`bos_token`, ...)."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise UserError(f"{folder} has no tokenizer.json: save the tokenizer in its fast format")
+    try:
+        backend = Backend.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise UserError(f"{path} cannot be read: {error}") from None
+    settings_path = folder / "tokenizer_config.json"
+    settings = _read_json(settings_path) if settings_path.is_file() else {}
+    jinja = folder / "chat_template.jinja"
+    template = jinja.read_text() if jinja.is_file() else settings.get("chat_template")
+    if isinstance(template, list):  # several named templates
+        template = next((t["template"] for t in template if t["name"] == "default"), None)
+    named = {key: settings.get(key) for key in ("bos_token", "eos_token", "pad_token", "unk_token")}
+    tokens = {key: t["content"] if isinstance(t, dict) else t for key, t in named.items() if t is not None}
+    return backend, template, tokens
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None

@@ -1,0 +1,20 @@
+"""spec-jax: lossless speculative decoding on JAX, as one compiled loop."""
+
+from .errors import UserError
+from .params import SamplingParams
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "RequestOutput", "SamplingParams", "UserError"]
+
+
+def __getattr__(name: str):
+    # JAX takes a second to import; what needs it is loaded when asked for.
+    if name == "LLM":
+        from .llm import LLM
+
+        return LLM
+    if name == "RequestOutput":
+        from .request import RequestOutput
+
+        return RequestOutput
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,127 @@
+"""What a model, a draft, a cache and an engine are, as frozen values that check themselves."""
+
+from dataclasses import dataclass
+
+from .errors import UserError
+
+MAX_DRAFT_TOKENS = 16
+DRAFT_METHODS = ("auto", "ngram", "none")
+
+
+@dataclass(frozen=True)
+class Llama3RopeScaling:
+    """Frequency-dependent RoPE scaling of Llama 3.1 and later (`rope_type: llama3` in Hugging Face configs)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position: int
+
+
+@dataclass(frozen=True)
+class LinearRopeScaling:
+    """Every position is divided by `factor` (`rope_type: linear`)."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
+class RopeFactors:
+    """Each frequency is divided by its own factor, `hd / 2` of them (GGUF's `rope_freqs.weight`)."""
+
+    factors: tuple[float, ...]
+
+
+RopeScaling = Llama3RopeScaling | LinearRopeScaling | RopeFactors
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """One decoder of the Llama family. Llama, Mistral, Qwen2 and Qwen3 differ in these fields only."""
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_size: int
+    rms_norm_eps: float
+    rope_theta: float
+    max_position: int
+    rope_scaling: RopeScaling | None = None
+    qkv_bias: bool = False
+    attention_output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    tie_word_embeddings: bool = False
+    sliding_window: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise UserError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
+        if self.head_dim % 2:
+            raise UserError(f"head_dim {self.head_dim} is odd: rotary embeddings need an even one")
+
+    @property
+    def queries_per_kv(self) -> int:
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def cache_bytes_per_token_and_byte(self) -> int:
+        """Cache elements for one token over all layers (keys and values)."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class DraftConfig:
+    """Who proposes, and how many tokens per round.
+
+    `num_tokens` 0 is plain decoding. `ngram_min .. ngram_max` is the length of the suffix that must have occurred before.
+    """
+
+    num_tokens: int = 5
+    ngram_min: int = 1
+    ngram_max: int = 3
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.num_tokens <= MAX_DRAFT_TOKENS:
+            raise UserError(f"num_draft_tokens is {self.num_tokens}: allowed are 0 (no drafts) to {MAX_DRAFT_TOKENS}")
+        if not 1 <= self.ngram_min <= self.ngram_max:
+            raise UserError(f"n-gram lengths {self.ngram_min}..{self.ngram_max}: need 1 <= min <= max")
+
+    @classmethod
+    def create(cls, method: str, num_draft_tokens: int) -> "DraftConfig":
+        """From what a user types. `auto` is the n-gram drafter as long as no draft head is at hand."""
+        if method not in DRAFT_METHODS:
+            raise UserError(f"draft {method!r} is unknown: allowed are {', '.join(DRAFT_METHODS)}")
+        config = cls(num_tokens=num_draft_tokens)
+        return cls(num_tokens=0) if method == "none" else config
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Sizes of an engine. All array shapes follow from these, so they are fixed for its life.
+
+    `num_kv_tokens` is the room of the cache in tokens, over all sequences. `rounds_per_burst` is how many rounds the
+    device runs before the host looks again; fewer rounds stream more smoothly.
+    """
+
+    max_model_len: int
+    max_num_seqs: int = 8
+    num_kv_tokens: int | None = None
+    page_size: int = 16
+    max_stop_ids: int = 16
+    rounds_per_burst: int = 8
+    rounds_per_burst_streaming: int = 2
+    prefill_chunks: tuple[int, ...] = (64, 256)
+    min_context_bucket: int = 256
+
+    def __post_init__(self) -> None:
+        if self.max_model_len < 2:
+            raise UserError(f"max_model_len is {self.max_model_len}: it must hold a prompt and an answer, at least 2")
+        if self.max_num_seqs < 1:
+            raise UserError(f"max_num_seqs is {self.max_num_seqs}: at least 1 sequence must fit")
+        if self.num_kv_tokens is not None and self.num_kv_tokens < self.page_size:
+            raise UserError(f"num_kv_tokens is {self.num_kv_tokens}: at least one page of {self.page_size} must fit")

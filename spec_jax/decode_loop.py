@@ -1,0 +1,225 @@
+"""The heart: draft, verify, accept, stop, commit, for many rounds, as ONE `lax.while_loop` that the host only starts.
+
+Letters in shapes: B slots, K drafts per round, T rows per slot and pass (the last token and its drafts), L tokens of room
+per slot, N pages per slot, S stop ids, V vocabulary.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .cache import PagedCache
+from .config import DraftConfig
+from .drafting import propose_ngram
+from .models.decoder import Decoder, Rows
+from .sampling import SamplingState, sample
+
+Array = jax.Array
+
+RUNNING, STOPPED, LENGTH = 0, 1, 2
+"""Why a slot is as it is: still running; ended by EOS or a stop id; ended by its token limit."""
+
+
+class DecodeState(NamedTuple):
+    """Everything the device knows about its slots.
+
+    The KV of the last committed token is not in the cache yet: it is the first row of the next pass.
+    """
+
+    tokens: Array  # [B, L] int32: prompt and output, also the n-gram table
+    length: Array  # [B] int32: committed tokens
+    max_length: Array  # [B] int32: where the slot must end
+    block_tables: Array  # [B, N] int32: pages of the slot; 0 where it has none
+    active: Array  # [B] bool
+    finish: Array  # [B] int32: RUNNING, STOPPED or LENGTH
+    stop_ids: Array  # [B, S] int32, -1 where unused
+    sampling: SamplingState
+    rounds: Array  # [B] int32: passes of the target for this slot
+    drafted: Array  # [B] int32: drafts verified
+    accepted: Array  # [B, K] int32: drafts committed, by their place in the draft
+
+
+class BurstOutput(NamedTuple):
+    """What the host reads after a burst: small, and copied while the next burst already runs."""
+
+    tokens: Array  # [B, rounds_capacity * (K + 1)] int32: committed in this burst, first `count` of each row
+    count: Array  # [B] int32
+    finish: Array  # [B] int32
+    rounds: Array  # [B] int32, since the slot began; so are the two below
+    drafted: Array  # [B] int32
+    accepted: Array  # [B, K] int32
+
+
+@dataclass(frozen=True)
+class BurstShape:
+    """The static sizes of one burst program; each distinct value is compiled once.
+
+    `row_widths` are the T that a pass may have, ascending, the last one at least K + 1. A round takes the narrowest that
+    holds its drafts: on a CPU a row costs time, so a round without drafts runs narrow. On a GPU one width is best.
+    """
+
+    draft: DraftConfig
+    num_slots: int
+    num_pages: int
+    rounds_capacity: int
+    row_widths: tuple[int, ...]
+
+
+def create_state(
+    num_slots: int, max_length: int, max_pages: int, max_stop_ids: int, num_draft_tokens: int
+) -> DecodeState:
+    """All slots empty. `max_length` is L: the longest text, with room for the drafts behind it."""
+
+    def zeros(*shape: int, dtype: jnp.dtype | type = jnp.int32) -> Array:
+        return jnp.zeros((num_slots, *shape), dtype)
+
+    return DecodeState(
+        tokens=zeros(max_length),
+        length=zeros(),
+        max_length=zeros(),
+        block_tables=zeros(max_pages),
+        active=zeros(dtype=bool),
+        finish=zeros(),
+        stop_ids=zeros(max_stop_ids) - 1,
+        sampling=SamplingState(
+            temperature=zeros(dtype=jnp.float32),
+            top_k=zeros(),
+            top_p=zeros(dtype=jnp.float32) + 1,
+            min_p=zeros(dtype=jnp.float32),
+            seed=zeros(2, dtype=jnp.uint32),
+        ),
+        rounds=zeros(),
+        drafted=zeros(),
+        accepted=zeros(num_draft_tokens),
+    )
+
+
+def decode_burst(
+    model: Decoder, cache: PagedCache, state: DecodeState, max_rounds: Array, shape: BurstShape
+) -> tuple[PagedCache, DecodeState, BurstOutput]:
+    """Up to `max_rounds` rounds for the first `num_slots` slots; ends early when none of them is active.
+
+    Contexts must fit `num_pages` pages for all of these rounds. `cache` and `state` are meant to be donated.
+    """
+    slots = jax.tree.map(lambda x: x[: shape.num_slots], state)
+    start = slots.length
+    full_tables = slots.block_tables
+    slots = slots._replace(block_tables=full_tables[:, : shape.num_pages])
+
+    def goes_on(carry: tuple[Array, PagedCache, DecodeState]) -> Array:
+        number, _, slots = carry
+        return (number < max_rounds) & jnp.any(slots.active)
+
+    def one(carry: tuple[Array, PagedCache, DecodeState]) -> tuple[Array, PagedCache, DecodeState]:
+        number, cache, slots = carry
+        return number + 1, *decode_round(model, cache, slots, shape)
+
+    _, cache, slots = jax.lax.while_loop(goes_on, one, (jnp.int32(0), cache, slots))
+
+    capacity = shape.rounds_capacity * (shape.draft.num_tokens + 1)
+    where = jnp.minimum(start[:, None] + jnp.arange(capacity, dtype=jnp.int32), slots.tokens.shape[1] - 1)
+    output = BurstOutput(
+        tokens=jnp.take_along_axis(slots.tokens, where, axis=1),
+        count=slots.length - start,
+        finish=slots.finish,
+        rounds=slots.rounds,
+        drafted=slots.drafted,
+        accepted=slots.accepted,
+    )
+    slots = slots._replace(block_tables=full_tables)
+    state = jax.tree.map(lambda whole, part: whole.at[: shape.num_slots].set(part), state, slots)
+    return cache, state, output
+
+
+def decode_round(
+    model: Decoder, cache: PagedCache, state: DecodeState, shape: BurstShape
+) -> tuple[PagedCache, DecodeState]:
+    """One round: draft, verify, accept, stop, commit."""
+    drafts, num_drafts = draft(state, shape.draft)
+    cache, targets = verify(model, cache, state, drafts, num_drafts, shape)
+    num_agreeing = accept(targets, drafts, num_drafts)
+    num_emitted, finish = stop(targets, num_agreeing + 1, state)
+    return cache, commit(state, targets, num_drafts, num_agreeing, num_emitted, finish)
+
+
+def draft(state: DecodeState, config: DraftConfig) -> tuple[Array, Array]:
+    """Proposed tokens [B, K], and how many of them are meant, [B]. Never more than the slot may still take."""
+    if config.num_tokens == 0:
+        return jnp.zeros((state.length.shape[0], 0), jnp.int32), jnp.zeros_like(state.length)
+    drafts, num_drafts = propose_ngram(state.tokens, state.length, config)
+    room = jnp.maximum(state.max_length - state.length - 1, 0)  # the pass itself gives one token more
+    return drafts, jnp.where(state.active, jnp.minimum(num_drafts, room), 0)
+
+
+def verify(
+    model: Decoder, cache: PagedCache, state: DecodeState, drafts: Array, num_drafts: Array, shape: BurstShape
+) -> tuple[PagedCache, Array]:
+    """One pass of the target over the last token and its drafts; what it samples after each of them, [B, K + 1].
+
+    Row i sees the drafts before it. Rows past the agreeing prefix leave KV that the next round overwrites.
+    """
+    B, K = drafts.shape
+    last = jnp.take_along_axis(state.tokens, jnp.maximum(state.length - 1, 0)[:, None], axis=1)
+    row_tokens = jnp.concatenate([last, drafts], axis=1)  # [B, K + 1]
+
+    def run(width: int, cache: PagedCache) -> tuple[PagedCache, Array]:
+        tokens = jnp.pad(row_tokens[:, :width], ((0, 0), (0, max(0, width - K - 1))))
+        positions = jnp.maximum(state.length - 1, 0)[:, None] + jnp.arange(width, dtype=jnp.int32)
+        keep = jnp.broadcast_to(state.active[:, None], positions.shape)
+        hidden, cache = model(tokens, Rows(positions, state.block_tables, keep), cache)
+        targets = sample(model.logits(hidden), positions + 1, state.sampling)
+        return cache, jnp.pad(targets[:, : K + 1], ((0, 0), (0, max(0, K + 1 - width))))
+
+    widths = shape.row_widths
+    if len(widths) == 1:
+        return run(widths[0], cache)
+    rows_needed = jnp.max(num_drafts) + 1
+    narrowest = jnp.sum(jnp.array(widths[:-1], jnp.int32) < rows_needed)
+    branches = [lambda cache, width=width: run(width, cache) for width in widths]
+    return jax.lax.switch(narrowest, branches, cache)
+
+
+def accept(targets: Array, drafts: Array, num_drafts: Array) -> Array:
+    """Length [B] of the prefix where the drafts are what the target itself sampled."""
+    meant = jnp.arange(drafts.shape[1], dtype=jnp.int32) < num_drafts[:, None]
+    agree = (targets[:, :-1] == drafts) & meant
+    return jnp.sum(jnp.cumprod(agree.astype(jnp.int32), axis=1), axis=1)
+
+
+def stop(targets: Array, num_tokens: Array, state: DecodeState) -> tuple[Array, Array]:
+    """How many of the first `num_tokens` targets are kept, [B], and why the slot ends there, [B].
+
+    A stop id ends the text with itself; what comes after it is dropped. The token limit comes second: EOS exactly at the
+    limit is a stop.
+    """
+    index = jnp.arange(targets.shape[1], dtype=jnp.int32)
+    is_stop = jnp.any(targets[:, :, None] == state.stop_ids[:, None, :], axis=-1)  # [B, K + 1]
+    room = state.max_length - state.length
+    kept = jnp.minimum(num_tokens, room)
+    first_stop = jnp.min(jnp.where(is_stop, index, targets.shape[1]), axis=1)
+    stopped = first_stop < kept
+    kept = jnp.where(stopped, first_stop + 1, kept)
+    finish = jnp.where(stopped, STOPPED, jnp.where(kept == room, LENGTH, RUNNING))
+    return jnp.where(state.active, kept, 0), jnp.where(state.active, finish, state.finish)
+
+
+def commit(
+    state: DecodeState, targets: Array, num_drafts: Array, num_agreeing: Array, num_emitted: Array, finish: Array
+) -> DecodeState:
+    """Appends the emitted tokens and counts. Accepted drafts count only where they were committed."""
+    index = jnp.arange(targets.shape[1], dtype=jnp.int32)
+    slot = jnp.arange(targets.shape[0], dtype=jnp.int32)[:, None]
+    emitted = index < num_emitted[:, None]
+    where = jnp.where(emitted, state.length[:, None] + index, state.tokens.shape[1])
+    committed_drafts = index[:-1] < jnp.minimum(num_agreeing, num_emitted)[:, None]
+    return state._replace(
+        tokens=state.tokens.at[slot, where].set(targets, mode="drop"),
+        length=state.length + num_emitted,
+        finish=finish,
+        active=state.active & (finish == RUNNING),
+        rounds=state.rounds + state.active,
+        drafted=state.drafted + num_drafts,
+        accepted=state.accepted + committed_drafts,
+    )

@@ -1,0 +1,289 @@
+"""Continuous batching on the host: schedule, dispatch a burst, collect the one before.
+
+The host stays one burst ahead of what it has read: burst n + 1 is on its way before burst n is looked at, so that the
+device never waits for Python. A slot that ended in burst n is inactive in burst n + 1 and costs nothing there.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from .cache import PagedCache, create_cache
+from .config import DraftConfig, EngineConfig
+from .decode_loop import LENGTH, STOPPED, BurstOutput, BurstShape, DecodeState, create_state, decode_burst
+from .errors import UserError
+from .models.decoder import Decoder
+from .prefill import prefill_chunk
+from .request import Request
+from .sampling import SamplingState
+from .scheduler import Scheduler
+from .sharding import ShardingRules
+
+_FINISH_REASONS = {STOPPED: "stop", LENGTH: "length"}
+
+
+@dataclass
+class _Burst:
+    """A burst on its way: what it will tell, and whom it is about."""
+
+    output: BurstOutput
+    requests: dict[int, Request]
+    max_growth: int  # most tokens that a slot can gain
+
+
+class Engine:
+    """Runs requests on one model. Not thread-safe: one thread adds, steps and aborts.
+
+    `step()` until `has_work` is false; each call returns the requests that grew or ended.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        draft: DraftConfig,
+        config: EngineConfig,
+        cache_dtype: str,
+        mesh: Mesh | None = None,
+        rules: ShardingRules | None = None,
+    ):
+        model_config = decoder.config
+        self.config, self.draft = config, draft
+        self._vocab_size = model_config.vocab_size
+        self._max_pages = -(-config.max_model_len // config.page_size)
+        num_tokens = config.num_kv_tokens or _default_kv_tokens(config)
+        num_pages = 1 + -(-num_tokens // config.page_size)
+        self.scheduler = Scheduler(config.max_num_seqs, num_pages, config.page_size)
+        self._cache = create_cache(model_config, num_pages, config.page_size, cache_dtype, mesh, rules)
+        self._state = create_state(
+            config.max_num_seqs, config.max_model_len + draft.num_tokens, self._max_pages, config.max_stop_ids,
+            draft.num_tokens,
+        )  # fmt: skip
+        if mesh is not None:
+            self._state = jax.device_put(self._state, NamedSharding(mesh, PartitionSpec()))
+        graph, weights = nnx.split(decoder)
+        self._weights, tree = jax.tree.flatten(weights)
+        self._programs = _Programs(partial(_merge, graph, tree), self._cache, self._state, sharded=mesh is not None)
+        self._prefilling: Request | None = None
+        self._in_flight: _Burst | None = None
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work or self._in_flight is not None
+
+    @property
+    def num_compilations(self) -> int:
+        """How many programs have been compiled so far: constant once all shapes of a workload have been seen."""
+        return self._programs.num_compilations
+
+    def add(self, request: Request) -> None:
+        """Queues a request. Raises UserError for what could never run."""
+        limit = self.config.max_stop_ids
+        if len(request.stop_ids) > limit:
+            raise UserError(f"{len(request.stop_ids)} stop token ids: at most {limit} are possible")
+        for name, ids in (("prompt", request.prompt), ("stop_token_ids", request.params.stop_token_ids)):
+            for token in ids:
+                if not 0 <= token < self._vocab_size:
+                    raise UserError(f"{name} has token id {token}: the vocabulary has ids 0 to {self._vocab_size - 1}")
+        self.scheduler.add(request)
+
+    def abort(self, request: Request) -> None:
+        """Ends a request early; its slot and pages are free at once. Nothing happens if it has ended."""
+        if not request.is_finished:
+            request.finish_reason = "abort"
+            self._retire(request, on_device=True)
+
+    def step(self) -> list[Request]:
+        """Schedule, dispatch, collect. Returns the requests with news."""
+        self._prefill()
+        burst = self._dispatch()
+        changed = self._collect(self._in_flight) if self._in_flight else []
+        self._in_flight = burst
+        return changed
+
+    # --- schedule -----------------------------------------------------------------------------------------------------
+
+    def _prefill(self) -> None:
+        """Admits and prefills. While others decode, one chunk at a time, so that their tokens keep coming."""
+        while True:
+            if self._prefilling is None:
+                self._prefilling = self.scheduler.admit()
+                if self._prefilling is None:
+                    return
+            request = self._prefilling
+            others_decode = len(self.scheduler.running) > 1 and self._in_flight is not None
+            while request.num_prefilled < len(request.prompt) - 1:
+                self._prefill_chunk(request)
+                if others_decode:
+                    break
+            if request.num_prefilled >= len(request.prompt) - 1:
+                self._insert(request)
+                self._prefilling = None
+            if others_decode:
+                return
+
+    def _prefill_chunk(self, request: Request) -> None:
+        start = request.num_prefilled
+        remaining = len(request.prompt) - 1 - start
+        sizes = self.config.prefill_chunks
+        size = next((s for s in sizes if s >= remaining), sizes[-1])
+        count = min(size, remaining)
+        tokens = np.zeros(size, np.int32)
+        tokens[:count] = request.prompt[start : start + count]
+        table = self._block_table(request)[: self._page_bucket(start + count)]
+        self._cache = self._programs.prefill(
+            self._weights, self._cache, tokens, np.int32(start), np.int32(count), table
+        )
+        request.num_prefilled += count
+
+    def _insert(self, request: Request) -> None:
+        params, state = request.params, self._state
+        tokens = np.zeros(state.tokens.shape[1], np.int32)
+        tokens[: len(request.prompt)] = request.prompt
+        stop_ids = np.full(self.config.max_stop_ids, -1, np.int32)
+        stop_ids[: len(request.stop_ids)] = request.stop_ids
+        row = DecodeState(
+            tokens=tokens,
+            length=np.int32(len(request.prompt)),
+            max_length=np.int32(request.max_length),
+            block_tables=self._block_table(request),
+            active=np.bool_(True),
+            finish=np.int32(0),
+            stop_ids=stop_ids,
+            sampling=SamplingState(
+                temperature=np.float32(params.temperature),
+                top_k=np.int32(max(params.top_k, 0)),
+                top_p=np.float32(params.top_p),
+                min_p=np.float32(params.min_p),
+                seed=np.array([request.seed >> 32, request.seed & 0xFFFFFFFF], np.uint32),
+            ),
+            rounds=np.int32(0),
+            drafted=np.int32(0),
+            accepted=np.zeros(self.draft.num_tokens, np.int32),
+        )
+        self._state = self._programs.insert(state, np.int32(request.slot), row)
+
+    def _block_table(self, request: Request) -> np.ndarray:
+        table = np.zeros(self._max_pages, np.int32)
+        table[: len(request.pages)] = request.pages
+        return table
+
+    # --- dispatch -----------------------------------------------------------------------------------------------------
+
+    def _dispatch(self) -> _Burst | None:
+        live = {slot: r for slot, r in self.scheduler.running.items() if r is not self._prefilling}
+        if not live:
+            return None
+        config = self.config
+        streams = any(request.streams for request in live.values())
+        rounds = config.rounds_per_burst_streaming if streams else config.rounds_per_burst
+        growth = rounds * (self.draft.num_tokens + 1)
+        shape = BurstShape(
+            draft=self.draft,
+            num_slots=min(_power_of_two(max(live) + 1), config.max_num_seqs),
+            num_pages=self._page_bucket(max(self._longest(slot, r, growth) for slot, r in live.items())),
+            rounds_capacity=max(config.rounds_per_burst, config.rounds_per_burst_streaming),
+            row_widths=(),
+        )
+        shape = replace(shape, row_widths=_row_widths(self.draft.num_tokens, shape.num_slots, jax.default_backend()))
+        self._cache, self._state, output = self._programs.burst(
+            self._weights, self._cache, self._state, np.int32(rounds), shape
+        )
+        for array in jax.tree.leaves(output):
+            array.copy_to_host_async()
+        return _Burst(output, live, growth)
+
+    def _longest(self, slot: int, request: Request, growth: int) -> int:
+        """The most tokens that a slot can hold after this burst."""
+        in_flight = self._in_flight
+        unread = in_flight.max_growth if in_flight and in_flight.requests.get(slot) is request else 0
+        known = len(request.prompt) + request.num_committed
+        return min(known + unread + growth, request.max_length)
+
+    def _page_bucket(self, num_tokens: int) -> int:
+        """Pages for a context of `num_tokens`, rounded up to one of a few sizes: each size is a program."""
+        bucket = max(self.config.min_context_bucket, _power_of_two(num_tokens))
+        return min(-(-bucket // self.config.page_size), self._max_pages)
+
+    # --- collect ------------------------------------------------------------------------------------------------------
+
+    def _collect(self, burst: _Burst) -> list[Request]:
+        out: BurstOutput = jax.tree.map(np.asarray, burst.output)
+        changed = []
+        for slot, request in burst.requests.items():
+            if request.is_finished:
+                continue
+            request.counters = (int(out.rounds[slot]), int(out.drafted[slot]), tuple(map(int, out.accepted[slot])))
+            reason = _FINISH_REASONS.get(int(out.finish[slot]))
+            request.append(out.tokens[slot, : out.count[slot]].tolist(), reason)
+            if request.is_finished:
+                self._retire(request, on_device=reason is None)
+            changed.append(request)
+        return changed
+
+    def _retire(self, request: Request, *, on_device: bool) -> None:
+        """Gives back slot and pages. `on_device`: the device does not know yet that the request has ended."""
+        if self._prefilling is request:
+            self._prefilling = None
+        elif on_device and request.slot >= 0:
+            self._state = self._programs.deactivate(self._state, np.int32(request.slot))
+        self.scheduler.release(request)
+
+
+class _Programs:
+    """The compiled programs. Weights go in as flat leaves; cache and state are donated and come back."""
+
+    def __init__(self, merge, cache: PagedCache, state: DecodeState, *, sharded: bool):
+        def prefill(weights, cache, tokens, start, count, table):
+            return prefill_chunk(merge(weights), cache, tokens, start, count, table)
+
+        def burst(weights, cache, state, max_rounds, shape):
+            return decode_burst(merge(weights), cache, state, max_rounds, shape)
+
+        # On a mesh the results must come back as they went in, or the next call would be another program.
+        cache_at, state_at = jax.tree.map(lambda x: x.sharding, (cache, state)) if sharded else (None, None)
+        self.prefill = jax.jit(prefill, donate_argnums=1, out_shardings=cache_at)
+        self.burst = jax.jit(
+            burst, static_argnums=4, donate_argnums=(1, 2), out_shardings=(cache_at, state_at, None) if sharded else None
+        )
+        self.insert = jax.jit(_insert_row, donate_argnums=0, out_shardings=state_at)
+        self.deactivate = jax.jit(_deactivate, donate_argnums=0, out_shardings=state_at)
+
+    @property
+    def num_compilations(self) -> int:
+        return sum(program._cache_size() for program in (self.prefill, self.burst, self.insert, self.deactivate))
+
+
+def _merge(graph, tree, leaves) -> Decoder:
+    return nnx.merge(graph, jax.tree.unflatten(tree, leaves))
+
+
+def _insert_row(state: DecodeState, slot: jax.Array, row: DecodeState) -> DecodeState:
+    return jax.tree.map(lambda whole, one: whole.at[slot].set(one), state, row)
+
+
+def _deactivate(state: DecodeState, slot: jax.Array) -> DecodeState:
+    return state._replace(active=state.active.at[slot].set(False))
+
+
+def _row_widths(num_draft_tokens: int, num_slots: int, platform: str) -> tuple[int, ...]:
+    """On a CPU rows cost time, so rounds without drafts run narrow; one lone bfloat16 row is pathological there
+    (7 x slower than two: XLA:CPU takes another path for a matrix times a vector), so two are the least."""
+    full = num_draft_tokens + 1
+    if platform != "cpu":
+        return (full,)
+    narrow = 2 if num_slots == 1 else 1
+    return (narrow, full) if full > narrow else (narrow,)
+
+
+def _default_kv_tokens(config: EngineConfig) -> int:
+    """Room for the longest text, and for several usual ones."""
+    return max(config.max_model_len, min(config.max_num_seqs * config.max_model_len, 16_384))
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()

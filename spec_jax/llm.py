@@ -1,0 +1,155 @@
+"""`LLM`: the offline API. Text, token ids or chat messages in; text out, whole or as it grows."""
+
+import secrets
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+from jax.sharding import Mesh
+
+from .checkpoints import load_model
+from .compilation import use_compilation_cache
+from .config import DraftConfig, EngineConfig
+from .engine import Engine
+from .errors import UserError
+from .params import SamplingParams
+from .request import Request, RequestOutput
+from .sharding import ShardingRules
+from .tokenizer import ChatMessage
+
+Prompt = str | Sequence[int] | Sequence[ChatMessage]
+
+DTYPES = ("bfloat16", "float32")
+_DEFAULT_MODEL_LEN = 8192
+
+
+class LLM:
+    """A model that generates text, several tokens per pass, with exactly the text that plain decoding gives.
+
+    Args:
+      model: built-in name, Hugging Face folder, `.gguf` file, or hub id.
+      draft: who proposes tokens: "auto", "ngram" or "none".
+      num_draft_tokens: proposals per round, 0 to 16.
+      dtype: of weights, activations and cache: "bfloat16" or "float32".
+      max_model_len: longest prompt and answer together, in tokens; by default the model's own limit, at most 8192.
+      max_num_seqs: sequences that run at the same time.
+      num_kv_tokens: room of the cache in tokens over all sequences; by default enough for the longest one.
+      mesh, rules: devices to shard over; `ShardingRules()` puts heads, feed-forward and vocabulary on axis "tp".
+
+    Raises:
+      UserError: a value cannot be used; the message says what can.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        draft: str = "auto",
+        num_draft_tokens: int = 5,
+        dtype: str = "bfloat16",
+        max_model_len: int | None = None,
+        max_num_seqs: int = 8,
+        num_kv_tokens: int | None = None,
+        rounds_per_burst: int = 8,
+        mesh: Mesh | None = None,
+        rules: ShardingRules | None = None,
+    ):
+        draft_config = DraftConfig.create(draft, num_draft_tokens)
+        if dtype not in DTYPES:
+            raise UserError(f"dtype {dtype!r} is unknown: allowed are {', '.join(DTYPES)}")
+        use_compilation_cache()
+        loaded = load_model(model, dtype=dtype, mesh=mesh, rules=rules)
+        limit = loaded.config.max_position
+        if max_model_len is not None and max_model_len > limit:
+            raise UserError(f"max_model_len is {max_model_len}: this model was trained for at most {limit} tokens")
+        self.config = loaded.config
+        self.tokenizer = loaded.tokenizer
+        engine_config = EngineConfig(
+            max_model_len=min(limit, _DEFAULT_MODEL_LEN) if max_model_len is None else max_model_len,
+            max_num_seqs=max_num_seqs,
+            num_kv_tokens=num_kv_tokens,
+            rounds_per_burst=rounds_per_burst,
+        )
+        self.engine = Engine(loaded.decoder, draft_config, engine_config, dtype, mesh, rules)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        parse_special: bool = False,
+    ) -> list[RequestOutput]:
+        """Generates for one prompt or many, and returns one output each, in order.
+
+        A prompt is a string, a list of token ids, or a list of chat messages. `params` is one for all or one each.
+        Control tokens inside strings are ordinary text unless `parse_special`.
+        """
+        many = [cast(Prompt, prompts)] if _is_one_prompt(prompts) else list(cast(Sequence[Prompt], prompts))
+        each = [params or SamplingParams()] * len(many) if isinstance(params, SamplingParams | None) else list(params)
+        if len(each) != len(many):
+            raise UserError(f"{len(many)} prompts came with {len(each)} SamplingParams: give one for all or one each")
+        requests = [self._request(prompt, p, parse_special) for prompt, p in zip(many, each, strict=True)]
+        try:
+            for request in requests:
+                self.engine.add(request)
+            while not all(request.is_finished for request in requests):
+                self.engine.step()
+        finally:
+            self._abort(requests)
+        return [request.snapshot() for request in requests]
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, parse_special: bool = False
+    ) -> Iterator[RequestOutput]:
+        """Yields the output as it grows, the finished one last. Closing the iterator ends the request."""
+        request = self._request(prompt, params or SamplingParams(), parse_special)
+        request.streams = True
+        self.engine.add(request)
+        return self._run(request)
+
+    def _run(self, request: Request) -> Iterator[RequestOutput]:
+        try:
+            while not request.is_finished:
+                if request in self.engine.step():
+                    yield request.snapshot()
+        finally:
+            self._abort([request])
+
+    def _abort(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self.engine.abort(request)
+
+    def _request(self, prompt: Prompt, params: SamplingParams, parse_special: bool) -> Request:
+        ids = self._encode(prompt, parse_special)
+        limit = self.engine.config.max_model_len
+        if not ids:
+            raise UserError("the prompt is empty: at least one token is needed")
+        if len(ids) >= limit:
+            raise UserError(
+                f"the prompt has {len(ids)} tokens, max_model_len is {limit} and must hold at least one more: "
+                f"shorten the prompt or raise max_model_len (this model: up to {self.config.max_position})"
+            )
+        return Request(
+            prompt=ids,
+            params=params,
+            tokenizer=self.tokenizer,
+            eos_token_ids=self.config.eos_token_ids,
+            max_length=min(len(ids) + params.max_tokens, limit),
+            seed=secrets.randbits(63) if params.seed is None else params.seed,
+        )
+
+    def _encode(self, prompt: Prompt, parse_special: bool) -> list[int]:
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt, parse_special=parse_special)
+        items: Sequence[Any] = list(prompt)
+        if items and all(isinstance(item, dict) for item in items):
+            return self.tokenizer.encode_chat(items, parse_special=parse_special)
+        if all(isinstance(item, int) and not isinstance(item, bool) for item in items):
+            return items  # type: ignore[return-value]
+        raise UserError("a prompt is a string, a list of token ids, or a list of chat messages (dicts)")
+
+
+def _is_one_prompt(prompts: Any) -> bool:
+    if isinstance(prompts, str):
+        return True
+    items = list(prompts)
+    return bool(items) and all(isinstance(item, int | dict) for item in items)

@@ -1,0 +1,1 @@
+"""Flax NNX model definitions. They know nothing of files, requests or hosts."""

@@ -1,0 +1,138 @@
+"""One decoder for the Llama family: Llama, Mistral, Qwen2 and Qwen3 are configurations of it.
+
+Activations are flat, `[R, D]` with R = B slots x T rows: matrix products see one large row axis. Letters in shapes:
+B slots, T rows per slot, D hidden, H heads, K KV heads, G query heads per KV head, F feed-forward, V vocabulary, P pages.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from ..cache import LayerCache, PagedCache
+from ..config import ModelConfig
+from ..kernels import paged_attention, write_kv
+from .layers import Linear, RMSNorm, WeightSource, apply_rope, declare, rope_tables
+
+Array = jax.Array
+
+
+class Rows(NamedTuple):
+    """Where the rows of one pass stand: what attention and cache writes need to know besides the activations."""
+
+    positions: Array  # [B, T] int32, absolute
+    block_tables: Array  # [B, N] int32
+    keep: Array  # [B, T] bool: rows whose KV is stored; the others go to the scratch page
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention over the paged cache.
+
+    The fused projection holds, for each KV head, its G query heads, then its key, then its value: a share of KV heads is
+    one contiguous share of rows, so that tensor parallelism cuts one axis.
+    """
+
+    def __init__(self, source: WeightSource, path: str, config: ModelConfig):
+        K, G, hd, D = config.num_kv_heads, config.queries_per_kv, config.head_dim, config.hidden_size
+        self.qkv = Linear(source, f"{path}.qkv", D, K * (G + 2) * hd, ("heads", "embed"), config.qkv_bias)
+        self.output = Linear(source, f"{path}.output", K * G * hd, D, ("embed", "heads"), config.attention_output_bias)
+        self.q_norm = RMSNorm(source, f"{path}.q_norm", hd, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(source, f"{path}.k_norm", hd, config.rms_norm_eps) if config.qk_norm else None
+        self.config = config
+
+    def __call__(
+        self, x: Array, rope: tuple[Array, Array], rows: Rows, cache: LayerCache
+    ) -> tuple[Array, LayerCache]:
+        config = self.config
+        B, T = rows.positions.shape
+        K, G, hd = config.num_kv_heads, config.queries_per_kv, config.head_dim
+
+        qkv = self.qkv(x).reshape(B * T, K, G + 2, hd)
+        q, k, v = qkv[:, :, :G], qkv[:, :, G], qkv[:, :, G + 1]
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = apply_rope(q, *rope), apply_rope(k, *rope)
+
+        # The pass writes before it reads: each row then sees itself and the drafts before it.
+        k_pages, v_pages = write_kv(
+            cache.k, cache.v, k.reshape(B, T, K, hd), v.reshape(B, T, K, hd),
+            rows.block_tables, rows.positions, rows.keep,
+        )  # fmt: skip
+        attended = paged_attention(
+            q.reshape(B, T, K * G, hd), k_pages, v_pages, rows.block_tables, rows.positions,
+            scale=hd**-0.5, sliding_window=config.sliding_window,
+        )  # fmt: skip
+        return self.output(attended.reshape(B * T, K * G * hd)), LayerCache(k_pages, v_pages)
+
+
+class SwiGLU(nnx.Module):
+    """`down(silu(gate x) * up x)` (arXiv 2002.05202); gate and up are one weight [2, F, D], read as one matrix.
+
+    (A contraction over the three-axis weight would make XLA:CPU transpose it first.)
+    """
+
+    def __init__(self, source: WeightSource, path: str, config: ModelConfig):
+        F, D = config.ffn_size, config.hidden_size
+        self.gate_up = declare(source, f"{path}.gate_up", (2, F, D), (None, "ffn", "embed"))
+        self.gate_up_bias = (
+            declare(source, f"{path}.gate_up.bias", (2, F), (None, "ffn")) if config.mlp_bias else None
+        )
+        self.down = Linear(source, f"{path}.down", F, D, ("embed", "ffn"), config.mlp_bias)
+
+    def __call__(self, x: Array) -> Array:  # [R, D] -> [R, D]
+        _, F, D = self.gate_up.shape
+        y = jnp.einsum("rd,od->ro", x, self.gate_up[...].reshape(2 * F, D)).reshape(-1, 2, F)
+        if self.gate_up_bias is not None:
+            y = y + self.gate_up_bias[...]
+        return self.down(jax.nn.silu(y[:, 0]) * y[:, 1])
+
+
+class Block(nnx.Module):
+    """One layer: attention and feed-forward, each behind its own norm, both added to the residual stream.
+
+    `mlp` is any map [R, D] -> [R, D]; a mixture of experts takes its place without another change.
+    """
+
+    def __init__(self, source: WeightSource, path: str, config: ModelConfig):
+        self.attention_norm = RMSNorm(source, f"{path}.attention_norm", config.hidden_size, config.rms_norm_eps)
+        self.attention = Attention(source, f"{path}.attention", config)
+        self.mlp_norm = RMSNorm(source, f"{path}.mlp_norm", config.hidden_size, config.rms_norm_eps)
+        self.mlp = SwiGLU(source, f"{path}.mlp", config)
+
+    def __call__(
+        self, x: Array, rope: tuple[Array, Array], rows: Rows, cache: LayerCache
+    ) -> tuple[Array, LayerCache]:
+        attended, cache = self.attention(self.attention_norm(x), rope, rows, cache)
+        x = x + attended
+        return x + self.mlp(self.mlp_norm(x)), cache
+
+
+class Decoder(nnx.Module):
+    """The target model: token ids in, hidden states and a written cache out; logits on request."""
+
+    def __init__(self, source: WeightSource, config: ModelConfig):
+        V, D = config.vocab_size, config.hidden_size
+        self.embedding = declare(source, "embedding", (V, D), ("vocab", "embed"))
+        self.layers = nnx.List([Block(source, f"layers.{i}", config) for i in range(config.num_layers)])
+        self.norm = RMSNorm(source, "norm", D, config.rms_norm_eps)
+        self.head = None if config.tie_word_embeddings else declare(source, "head", (V, D), ("vocab", "embed"))
+        self.config = config
+
+    def __call__(self, tokens: Array, rows: Rows, cache: PagedCache) -> tuple[Array, PagedCache]:
+        """One pass over `tokens` [B, T]; returns the normed hidden states [B, T, D] and the cache with their KV."""
+        B, T = tokens.shape
+        x = self.embedding[...][tokens.reshape(B * T)]
+        rope = rope_tables(self.config, rows.positions.reshape(B * T))
+        layers = []
+        for block, layer_cache in zip(self.layers, cache.layers, strict=True):
+            x, layer_cache = block(x, rope, rows, layer_cache)
+            layers.append(layer_cache)
+        return self.norm(x).reshape(B, T, -1), PagedCache(tuple(layers))
+
+    def logits(self, hidden: Array) -> Array:
+        """Hidden states [B, T, D] -> float32 scores [B, T, V]."""
+        B, T, D = hidden.shape
+        head = self.embedding[...] if self.head is None else self.head[...]
+        scores = jnp.einsum("rd,vd->rv", hidden.reshape(B * T, D), head, preferred_element_type=jnp.float32)
+        return scores.reshape(B, T, -1)

@@ -1,0 +1,64 @@
+"""Which logical axis of a weight or a cache lies on which axis of the device mesh: one table for the whole project."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from .config import ModelConfig
+from .errors import UserError
+
+Axes = tuple[str | None, ...]
+"""Logical axis names of one array, outermost first; None is never sharded."""
+
+
+@dataclass(frozen=True)
+class ShardingRules:
+    """Logical axis -> mesh axis. None keeps the axis whole on every device.
+
+    `heads` is the output axis of the fused QKV projection and the input axis of the output projection; both are grouped
+    by KV head, so that a share of it holds whole groups.
+    """
+
+    vocab: str | None = "tp"
+    embed: str | None = None
+    heads: str | None = "tp"
+    kv_heads: str | None = "tp"
+    ffn: str | None = "tp"
+    experts: str | None = None
+
+    def spec(self, axes: Axes) -> PartitionSpec:
+        return PartitionSpec(*(None if axis is None else getattr(self, axis) for axis in axes))
+
+    def sharding(self, mesh: Mesh, axes: Axes) -> NamedSharding:
+        return NamedSharding(mesh, self.spec(axes))
+
+    def check(self, mesh: Mesh, config: ModelConfig) -> None:
+        """Raises UserError when the mesh does not divide the model, naming the sizes that do."""
+        sizes = {
+            "kv_heads": config.num_kv_heads,
+            "ffn": config.ffn_size,
+            "vocab": config.vocab_size,
+        }
+        for axis, size in sizes.items():
+            mesh_axis = getattr(self, axis)
+            if mesh_axis is None:
+                continue
+            if mesh_axis not in mesh.shape:
+                raise UserError(f"the mesh has axes {tuple(mesh.shape)}, but {axis} is sharded over {mesh_axis!r}")
+            if size % mesh.shape[mesh_axis]:
+                possible = [n for n in range(1, len(mesh.devices.flat) + 1) if all(s % n == 0 for s in sizes.values())]
+                raise UserError(
+                    f"{axis} {size} does not divide over {mesh.shape[mesh_axis]} devices of mesh axis {mesh_axis!r}; "
+                    f"this model can be sharded over {_listed(possible)}"
+                )
+
+
+def _listed(values: Sequence[int]) -> str:
+    return ", ".join(map(str, values))
+
+
+def place(value: jax.Array, axes: Axes, mesh: Mesh | None, rules: ShardingRules) -> jax.Array:
+    """Puts one array where the rules want it; on one device nothing moves."""
+    return value if mesh is None else jax.device_put(value, rules.sharding(mesh, axes))
