@@ -39,12 +39,12 @@ class GGUFModel:
         self.file = GGUFFile(path)
         self.config = _read_config(self.file)
 
-    def tensor(self, name: str) -> np.ndarray:
-        """The tensor that Hugging Face calls `name`. Raises UserError when the file does not have it."""
+    def tensor(self, name: str, dtype: np.dtype) -> np.ndarray:
+        """The tensor that Hugging Face calls `name`, in `dtype`. Raises UserError when the file does not have it."""
         stored = _stored_name(name)
         if stored not in self.file.names():
             raise UserError(f"{self.file.path} has no tensor {stored} (for {name}): the file is incomplete")
-        values = self.file.tensor(stored)
+        values = self.file.tensor(stored, dtype)
         if self.file.metadata["general.architecture"] != "llama":
             return values
         # llama.cpp stores the rotary pairs of Llama models interleaved: channel 2i + j was channel j * hd / 2 + i.
@@ -116,7 +116,7 @@ def _read_config(file: GGUFFile) -> ModelConfig:
 
 def _rope_scaling(file: GGUFFile, kind: str, factor: float) -> LinearRopeScaling | RopeFactors | None:
     if "rope_freqs.weight" in file.names():  # Llama 3.1's smoothing, precomputed by llama.cpp
-        return RopeFactors(tuple(file.tensor("rope_freqs.weight").tolist()))
+        return RopeFactors(tuple(file.tensor("rope_freqs.weight", np.dtype(np.float32)).tolist()))
     if kind == "linear":
         return LinearRopeScaling(factor)
     if kind != "none":

@@ -29,11 +29,11 @@ class HuggingFaceModel:
             for name in file.keys():  # noqa: SIM118  (a safetensors handle is no mapping)
                 self._files[name] = file
 
-    def tensor(self, name: str) -> np.ndarray:
-        """The tensor `name`. Raises UserError when no file of the folder has it."""
+    def tensor(self, name: str, dtype: np.dtype) -> np.ndarray:
+        """The tensor `name`, in `dtype`. Raises UserError when no file of the folder has it."""
         if name not in self._files:
             raise UserError(f"{self.folder} has no tensor {name}: the checkpoint is incomplete")
-        return self._files[name].get_tensor(name)
+        return self._files[name].get_tensor(name).astype(dtype, copy=False)
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -1,4 +1,4 @@
-"""Loading a model: its config, its weights on the devices, its tokenizer."""
+"""Opening a model: its config and tokenizer at once, its weights when asked for."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,36 +19,36 @@ from .weights import TensorReader, checkpoint_weights
 
 
 @dataclass(frozen=True)
-class LoadedModel:
-    """A target ready to run."""
+class ModelFiles:
+    """A model whose files are open: config and tokenizer are known, weights not read yet."""
 
     path: Path
     config: ModelConfig
-    decoder: Decoder
     tokenizer: Tokenizer
+    reader: TensorReader
+
+    def load(
+        self, *, dtype: str = "bfloat16", mesh: Mesh | None = None, rules: ShardingRules | None = None
+    ) -> Decoder:
+        """Reads the weights, cast to `dtype`, onto the devices. Raises UserError for missing or unfit tensors."""
+        if mesh is not None:
+            (rules or ShardingRules()).check(mesh, self.config)
+        return Decoder(checkpoint_weights(self.reader, dtype, mesh, rules), self.config)
 
 
-def load_model(
-    model: str, *, dtype: str = "bfloat16", mesh: Mesh | None = None, rules: ShardingRules | None = None
-) -> LoadedModel:
-    """Loads a built-in name, a Hugging Face folder, a `.gguf` file or a hub id, with weights cast to `dtype`.
+def open_model(model: str) -> ModelFiles:
+    """Opens a built-in name, a Hugging Face folder, a `.gguf` file or a hub id; fetches it if need be.
 
     Raises UserError naming what is missing, damaged or not supported.
     """
     path = resolve(model)
-    reader: TensorReader
     if path.is_dir():
-        reader = HuggingFaceModel(path)
-        tokenizer = Tokenizer(*read_tokenizer(path))
-    elif path.suffix == ".safetensors":
+        folder = HuggingFaceModel(path)
+        return ModelFiles(path, folder.config, Tokenizer(*read_tokenizer(path)), folder)
+    if path.suffix == ".safetensors":
         raise UserError(f"{path} is a weight file: give the folder that holds it and its config.json")
-    else:
-        reader = GGUFModel(path)
-        tokenizer = _gguf_tokenizer(reader)
-    if mesh is not None:
-        (rules or ShardingRules()).check(mesh, reader.config)
-    decoder = Decoder(checkpoint_weights(reader, dtype, mesh, rules), reader.config)
-    return LoadedModel(path, reader.config, decoder, tokenizer)
+    file = GGUFModel(path)
+    return ModelFiles(path, file.config, _gguf_tokenizer(file), file)
 
 
 def _gguf_tokenizer(model: GGUFModel) -> Tokenizer:

@@ -18,7 +18,7 @@ class TensorReader(Protocol):
 
     config: ModelConfig
 
-    def tensor(self, name: str) -> np.ndarray: ...
+    def tensor(self, name: str, dtype: np.dtype) -> np.ndarray: ...
 
 
 _PLAIN = {
@@ -54,14 +54,14 @@ def checkpoint_weights(
             raise UserError(f"the tensors for {path} do not fit the model's config: {error}") from None
         if values.shape != shape:
             raise UserError(f"the tensors for {path} have shape {values.shape}, the model's config asks for {shape}")
-        return place(jnp.asarray(values), axes, mesh, rules)
+        return place(values, axes, mesh, rules)
 
     return source
 
 
 def _assemble(reader: TensorReader, path: str, dtype: np.dtype) -> np.ndarray:
     def read(name: str) -> np.ndarray:
-        return reader.tensor(name).astype(dtype, copy=False)
+        return reader.tensor(name, dtype)
 
     if path in _PLAIN:
         return read(_PLAIN[path])

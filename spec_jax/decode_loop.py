@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .cache import PagedCache
 from .config import DraftConfig
@@ -72,28 +73,29 @@ def create_state(
 ) -> DecodeState:
     """All slots empty. `max_length` is L: the longest text, with room for the drafts behind it."""
 
-    def zeros(*shape: int, dtype: jnp.dtype | type = jnp.int32) -> Array:
-        return jnp.zeros((num_slots, *shape), dtype)
+    def full(*shape: int, dtype: type = np.int32, value: float = 0) -> np.ndarray:
+        return np.full((num_slots, *shape), value, dtype)
 
-    return DecodeState(
-        tokens=zeros(max_length),
-        length=zeros(),
-        max_length=zeros(),
-        block_tables=zeros(max_pages),
-        active=zeros(dtype=bool),
-        finish=zeros(),
-        stop_ids=zeros(max_stop_ids) - 1,
+    state = DecodeState(
+        tokens=full(max_length),
+        length=full(),
+        max_length=full(),
+        block_tables=full(max_pages),
+        active=full(dtype=np.bool_),
+        finish=full(),
+        stop_ids=full(max_stop_ids, value=-1),
         sampling=SamplingState(
-            temperature=zeros(dtype=jnp.float32),
-            top_k=zeros(),
-            top_p=zeros(dtype=jnp.float32) + 1,
-            min_p=zeros(dtype=jnp.float32),
-            seed=zeros(2, dtype=jnp.uint32),
+            temperature=full(dtype=np.float32),
+            top_k=full(),
+            top_p=full(dtype=np.float32, value=1),
+            min_p=full(dtype=np.float32),
+            seed=full(2, dtype=np.uint32),
         ),
-        rounds=zeros(),
-        drafted=zeros(),
-        accepted=zeros(num_draft_tokens),
+        rounds=full(),
+        drafted=full(),
+        accepted=full(num_draft_tokens),
     )
+    return jax.device_put(state)
 
 
 def decode_burst(

@@ -4,21 +4,21 @@ The host stays one burst ahead of what it has read: burst n + 1 is on its way be
 device never waits for Python. A slot that ended in burst n is inactive in burst n + 1 and costs nothing there.
 """
 
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from .cache import PagedCache, create_cache
-from .config import DraftConfig, EngineConfig
-from .decode_loop import LENGTH, STOPPED, BurstOutput, BurstShape, DecodeState, create_state, decode_burst
+from .cache import create_cache
+from .config import DraftConfig, EngineConfig, ModelConfig
+from .decode_loop import LENGTH, STOPPED, BurstOutput, BurstShape, DecodeState, create_state
 from .errors import UserError
 from .models.decoder import Decoder
-from .prefill import prefill_chunk
+from .models.layers import abstract_weights
+from .programs import Program, Programs
 from .request import Request
 from .sampling import SamplingState
 from .scheduler import Scheduler
@@ -39,35 +39,35 @@ class _Burst:
 class Engine:
     """Runs requests on one model. Not thread-safe: one thread adds, steps and aborts.
 
-    `step()` until `has_work` is false; each call returns the requests that grew or ended.
+    `load()` the weights, then `step()` until `has_work` is false; each step returns the requests that grew or ended.
+    `dtype` is that of weights and cache.
     """
 
     def __init__(
         self,
-        decoder: Decoder,
+        model_config: ModelConfig,
         draft: DraftConfig,
         config: EngineConfig,
-        cache_dtype: str,
+        dtype: str,
         mesh: Mesh | None = None,
         rules: ShardingRules | None = None,
     ):
-        model_config = decoder.config
         self.config, self.draft = config, draft
         self._vocab_size = model_config.vocab_size
         self._max_pages = -(-config.max_model_len // config.page_size)
         num_tokens = config.num_kv_tokens or _default_kv_tokens(config)
         num_pages = 1 + -(-num_tokens // config.page_size)
         self.scheduler = Scheduler(config.max_num_seqs, num_pages, config.page_size)
-        self._cache = create_cache(model_config, num_pages, config.page_size, cache_dtype, mesh, rules)
+        self._cache = create_cache(model_config, num_pages, config.page_size, dtype, mesh, rules)
         self._state = create_state(
             config.max_num_seqs, config.max_model_len + draft.num_tokens, self._max_pages, config.max_stop_ids,
             draft.num_tokens,
         )  # fmt: skip
         if mesh is not None:
             self._state = jax.device_put(self._state, NamedSharding(mesh, PartitionSpec()))
-        graph, weights = nnx.split(decoder)
-        self._weights, tree = jax.tree.flatten(weights)
-        self._programs = _Programs(partial(_merge, graph, tree), self._cache, self._state, sharded=mesh is not None)
+        abstract = Decoder(abstract_weights(dtype, mesh, rules), model_config)
+        self.programs = Programs(abstract, self._cache, self._state, mesh)
+        self._weights: list[jax.Array] = []
         self._prefilling: Request | None = None
         self._in_flight: _Burst | None = None
 
@@ -75,10 +75,19 @@ class Engine:
     def has_work(self) -> bool:
         return self.scheduler.has_work or self._in_flight is not None
 
-    @property
-    def num_compilations(self) -> int:
-        """How many programs have been compiled so far: constant once all shapes of a workload have been seen."""
-        return self._programs.num_compilations
+    def load(self, decoder: Decoder) -> None:
+        """Gives the engine its weights; they must be as its model config and dtype say."""
+        self._weights = jax.tree.leaves(nnx.state(decoder))
+
+    def prepare(self, prompt_length: int, *, streams: bool) -> Iterator[Program]:
+        """The programs that a single request with such a prompt needs first, in their order, not compiled yet.
+
+        Compile them on other threads while the weights are being read.
+        """
+        for start, count, size in self._chunks(0, prompt_length - 1):
+            yield self.programs.prefill(size, self._page_bucket(start + count))
+        growth = self._rounds(streams) * (self.draft.num_tokens + 1)
+        yield self.programs.burst(self._burst_shape(1, min(prompt_length + growth, self.config.max_model_len)))
 
     def add(self, request: Request) -> None:
         """Queues a request. Raises UserError for what could never run."""
@@ -127,18 +136,23 @@ class Engine:
                 return
 
     def _prefill_chunk(self, request: Request) -> None:
-        start = request.num_prefilled
-        remaining = len(request.prompt) - 1 - start
-        sizes = self.config.prefill_chunks
-        size = next((s for s in sizes if s >= remaining), sizes[-1])
-        count = min(size, remaining)
+        start, count, size = next(self._chunks(request.num_prefilled, len(request.prompt) - 1))
         tokens = np.zeros(size, np.int32)
         tokens[:count] = request.prompt[start : start + count]
-        table = self._block_table(request)[: self._page_bucket(start + count)]
-        self._cache = self._programs.prefill(
-            self._weights, self._cache, tokens, np.int32(start), np.int32(count), table
+        num_pages = self._page_bucket(start + count)
+        self._cache = self.programs.prefill(size, num_pages)(
+            self._weights, self._cache, tokens, np.int32(start), np.int32(count), self._block_table(request)[:num_pages]
         )
         request.num_prefilled += count
+
+    def _chunks(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """How positions `start .. end - 1` are cut: first position, number of tokens, size of the program."""
+        sizes = self.config.prefill_chunks
+        while start < end:
+            size = next((s for s in sizes if s >= end - start), sizes[-1])
+            count = min(size, end - start)
+            yield start, count, size
+            start += count
 
     def _insert(self, request: Request) -> None:
         params, state = request.params, self._state
@@ -165,7 +179,7 @@ class Engine:
             drafted=np.int32(0),
             accepted=np.zeros(self.draft.num_tokens, np.int32),
         )
-        self._state = self._programs.insert(state, np.int32(request.slot), row)
+        self._state = self.programs.insert()(state, np.int32(request.slot), row)
 
     def _block_table(self, request: Request) -> np.ndarray:
         table = np.zeros(self._max_pages, np.int32)
@@ -178,24 +192,28 @@ class Engine:
         live = {slot: r for slot, r in self.scheduler.running.items() if r is not self._prefilling}
         if not live:
             return None
-        config = self.config
-        streams = any(request.streams for request in live.values())
-        rounds = config.rounds_per_burst_streaming if streams else config.rounds_per_burst
+        rounds = self._rounds(any(request.streams for request in live.values()))
         growth = rounds * (self.draft.num_tokens + 1)
-        shape = BurstShape(
-            draft=self.draft,
-            num_slots=min(_power_of_two(max(live) + 1), config.max_num_seqs),
-            num_pages=self._page_bucket(max(self._longest(slot, r, growth) for slot, r in live.items())),
-            rounds_capacity=max(config.rounds_per_burst, config.rounds_per_burst_streaming),
-            row_widths=(),
-        )
-        shape = replace(shape, row_widths=_row_widths(self.draft.num_tokens, shape.num_slots, jax.default_backend()))
-        self._cache, self._state, output = self._programs.burst(
-            self._weights, self._cache, self._state, np.int32(rounds), shape
+        longest = max(self._longest(slot, request, growth) for slot, request in live.items())
+        self._cache, self._state, output = self.programs.burst(self._burst_shape(max(live) + 1, longest))(
+            self._weights, self._cache, self._state, np.int32(rounds)
         )
         for array in jax.tree.leaves(output):
             array.copy_to_host_async()
         return _Burst(output, live, growth)
+
+    def _rounds(self, streams: bool) -> int:
+        return self.config.rounds_per_burst_streaming if streams else self.config.rounds_per_burst
+
+    def _burst_shape(self, num_slots: int, longest: int) -> BurstShape:
+        num_slots = min(_power_of_two(num_slots), self.config.max_num_seqs)
+        return BurstShape(
+            draft=self.draft,
+            num_slots=num_slots,
+            num_pages=self._page_bucket(longest),
+            rounds_capacity=max(self._rounds(True), self._rounds(False)),
+            row_widths=_row_widths(self.draft.num_tokens, num_slots, jax.default_backend()),
+        )
 
     def _longest(self, slot: int, request: Request, growth: int) -> int:
         """The most tokens that a slot can hold after this burst."""
@@ -230,44 +248,8 @@ class Engine:
         if self._prefilling is request:
             self._prefilling = None
         elif on_device and request.slot >= 0:
-            self._state = self._programs.deactivate(self._state, np.int32(request.slot))
+            self._state = self.programs.deactivate()(self._state, np.int32(request.slot))
         self.scheduler.release(request)
-
-
-class _Programs:
-    """The compiled programs. Weights go in as flat leaves; cache and state are donated and come back."""
-
-    def __init__(self, merge, cache: PagedCache, state: DecodeState, *, sharded: bool):
-        def prefill(weights, cache, tokens, start, count, table):
-            return prefill_chunk(merge(weights), cache, tokens, start, count, table)
-
-        def burst(weights, cache, state, max_rounds, shape):
-            return decode_burst(merge(weights), cache, state, max_rounds, shape)
-
-        # On a mesh the results must come back as they went in, or the next call would be another program.
-        cache_at, state_at = jax.tree.map(lambda x: x.sharding, (cache, state)) if sharded else (None, None)
-        self.prefill = jax.jit(prefill, donate_argnums=1, out_shardings=cache_at)
-        self.burst = jax.jit(
-            burst, static_argnums=4, donate_argnums=(1, 2), out_shardings=(cache_at, state_at, None) if sharded else None
-        )
-        self.insert = jax.jit(_insert_row, donate_argnums=0, out_shardings=state_at)
-        self.deactivate = jax.jit(_deactivate, donate_argnums=0, out_shardings=state_at)
-
-    @property
-    def num_compilations(self) -> int:
-        return sum(program._cache_size() for program in (self.prefill, self.burst, self.insert, self.deactivate))
-
-
-def _merge(graph, tree, leaves) -> Decoder:
-    return nnx.merge(graph, jax.tree.unflatten(tree, leaves))
-
-
-def _insert_row(state: DecodeState, slot: jax.Array, row: DecodeState) -> DecodeState:
-    return jax.tree.map(lambda whole, one: whole.at[slot].set(one), state, row)
-
-
-def _deactivate(state: DecodeState, slot: jax.Array) -> DecodeState:
-    return state._replace(active=state.active.at[slot].set(False))
 
 
 def _row_widths(num_draft_tokens: int, num_slots: int, platform: str) -> tuple[int, ...]:

@@ -2,11 +2,12 @@
 
 import secrets
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 from jax.sharding import Mesh
 
-from .checkpoints import load_model
+from .checkpoints import open_model
 from .compilation import use_compilation_cache
 from .config import DraftConfig, EngineConfig
 from .engine import Engine
@@ -33,6 +34,8 @@ class LLM:
       max_model_len: longest prompt and answer together, in tokens; by default the model's own limit, at most 8192.
       max_num_seqs: sequences that run at the same time.
       num_kv_tokens: room of the cache in tokens over all sequences; by default enough for the longest one.
+      rounds_per_burst: rounds that the device runs before the host looks again, where nobody streams.
+      warm_up: a prompt like the first one to come: what it needs is compiled while the weights are read.
       mesh, rules: devices to shard over; `ShardingRules()` puts heads, feed-forward and vocabulary on axis "tp".
 
     Raises:
@@ -50,6 +53,7 @@ class LLM:
         max_num_seqs: int = 8,
         num_kv_tokens: int | None = None,
         rounds_per_burst: int = 8,
+        warm_up: Prompt | None = None,
         mesh: Mesh | None = None,
         rules: ShardingRules | None = None,
     ):
@@ -57,19 +61,27 @@ class LLM:
         if dtype not in DTYPES:
             raise UserError(f"dtype {dtype!r} is unknown: allowed are {', '.join(DTYPES)}")
         use_compilation_cache()
-        loaded = load_model(model, dtype=dtype, mesh=mesh, rules=rules)
-        limit = loaded.config.max_position
+        files = open_model(model)
+        limit = files.config.max_position
         if max_model_len is not None and max_model_len > limit:
             raise UserError(f"max_model_len is {max_model_len}: this model was trained for at most {limit} tokens")
-        self.config = loaded.config
-        self.tokenizer = loaded.tokenizer
+        self.config = files.config
+        self.tokenizer = files.tokenizer
         engine_config = EngineConfig(
             max_model_len=min(limit, _DEFAULT_MODEL_LEN) if max_model_len is None else max_model_len,
             max_num_seqs=max_num_seqs,
             num_kv_tokens=num_kv_tokens,
             rounds_per_burst=rounds_per_burst,
         )
-        self.engine = Engine(loaded.decoder, draft_config, engine_config, dtype, mesh, rules)
+        self.engine = Engine(files.config, draft_config, engine_config, dtype, mesh, rules)
+        with ThreadPoolExecutor(1) as compiler:
+            compiling = []
+            if warm_up is not None:
+                length = len(self._prompt_ids(warm_up, parse_special=False))
+                compiling = [compiler.submit(p.compile) for p in self.engine.prepare(length, streams=True)]
+            self.engine.load(files.load(dtype=dtype, mesh=mesh, rules=rules))
+            for future in compiling:
+                future.result()
 
     def generate(
         self,
@@ -119,6 +131,17 @@ class LLM:
             self.engine.abort(request)
 
     def _request(self, prompt: Prompt, params: SamplingParams, parse_special: bool) -> Request:
+        ids = self._prompt_ids(prompt, parse_special=parse_special)
+        return Request(
+            prompt=ids,
+            params=params,
+            tokenizer=self.tokenizer,
+            eos_token_ids=self.config.eos_token_ids,
+            max_length=min(len(ids) + params.max_tokens, self.engine.config.max_model_len),
+            seed=secrets.randbits(63) if params.seed is None else params.seed,
+        )
+
+    def _prompt_ids(self, prompt: Prompt, *, parse_special: bool) -> list[int]:
         ids = self._encode(prompt, parse_special)
         limit = self.engine.config.max_model_len
         if not ids:
@@ -128,14 +151,7 @@ class LLM:
                 f"the prompt has {len(ids)} tokens, max_model_len is {limit} and must hold at least one more: "
                 f"shorten the prompt or raise max_model_len (this model: up to {self.config.max_position})"
             )
-        return Request(
-            prompt=ids,
-            params=params,
-            tokenizer=self.tokenizer,
-            eos_token_ids=self.config.eos_token_ids,
-            max_length=min(len(ids) + params.max_tokens, limit),
-            seed=secrets.randbits(63) if params.seed is None else params.seed,
-        )
+        return ids
 
     def _encode(self, prompt: Prompt, parse_special: bool) -> list[int]:
         if isinstance(prompt, str):

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .config import ModelConfig
@@ -59,6 +60,6 @@ def _listed(values: Sequence[int]) -> str:
     return ", ".join(map(str, values))
 
 
-def place(value: jax.Array, axes: Axes, mesh: Mesh | None, rules: ShardingRules) -> jax.Array:
-    """Puts one array where the rules want it; on one device nothing moves."""
-    return value if mesh is None else jax.device_put(value, rules.sharding(mesh, axes))
+def place(value: np.ndarray, axes: Axes, mesh: Mesh | None, rules: ShardingRules) -> jax.Array:
+    """Puts one array where the rules want it."""
+    return jax.device_put(value, None if mesh is None else rules.sharding(mesh, axes))

@@ -108,6 +108,15 @@ class Block(nnx.Module):
         return x + self.mlp(self.mlp_norm(x)), cache
 
 
+@jax.jit
+def _run_block(
+    block: Block, x: Array, rope: tuple[Array, Array], rows: Rows, cache: LayerCache
+) -> tuple[Array, LayerCache]:
+    """All layers have the same shapes: under a jit of its own a block is traced and lowered once, not once per layer.
+    The compiler inlines the calls, so that the layers are unrolled all the same."""
+    return block(x, rope, rows, cache)
+
+
 class Decoder(nnx.Module):
     """The target model: token ids in, hidden states and a written cache out; logits on request."""
 
@@ -126,7 +135,7 @@ class Decoder(nnx.Module):
         rope = rope_tables(self.config, rows.positions.reshape(B * T))
         layers = []
         for block, layer_cache in zip(self.layers, cache.layers, strict=True):
-            x, layer_cache = block(x, rope, rows, layer_cache)
+            x, layer_cache = _run_block(block, x, rope, rows, layer_cache)
             layers.append(layer_cache)
         return self.norm(x).reshape(B, T, -1), PagedCache(tuple(layers))
 

@@ -5,9 +5,10 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 
 from ..config import LinearRopeScaling, ModelConfig, RopeFactors
-from ..sharding import Axes
+from ..sharding import Axes, ShardingRules
 
 Array = jax.Array
 
@@ -15,9 +16,16 @@ WeightSource = Callable[[str, tuple[int, ...], Axes], Array | jax.ShapeDtypeStru
 """Gives the value of the weight at a path such as `layers.3.attention.qkv`, from its shape and logical axes."""
 
 
-def abstract_weights(dtype: jnp.dtype | str) -> WeightSource:
+def abstract_weights(
+    dtype: jnp.dtype | str, mesh: Mesh | None = None, rules: ShardingRules | None = None
+) -> WeightSource:
     """Shapes without values: for ahead-of-time compilation and for learning what a model needs."""
-    return lambda path, shape, axes: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+    def source(path: str, shape: tuple[int, ...], axes: Axes) -> jax.ShapeDtypeStruct:
+        sharding = None if mesh is None else (rules or ShardingRules()).sharding(mesh, axes)
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding)
+
+    return source
 
 
 def random_weights(seed: int, dtype: jnp.dtype | str) -> WeightSource:

@@ -1,0 +1,123 @@
+"""The compiled programs of an engine, each compiled ahead of its first call from shapes alone.
+
+A program is found by its static sizes, so that nothing is ever compiled behind one's back: other shapes than the ones
+compiled for are an error, and `num_compilations` says how many there are.
+"""
+
+from collections.abc import Callable, Hashable
+from functools import partial
+from threading import Lock
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from .cache import PagedCache
+from .decode_loop import BurstShape, DecodeState, decode_burst
+from .models.decoder import Decoder
+from .prefill import prefill_chunk
+
+_SCALAR = jax.ShapeDtypeStruct((), jnp.int32)
+
+
+class Program:
+    """One program: lowered when it is made, compiled at its first call, or before by whoever calls `compile`."""
+
+    def __init__(self, lowered: jax.stages.Lowered):
+        self._lowered: jax.stages.Lowered | None = lowered
+        self._compiled: jax.stages.Compiled | None = None
+        self._lock = Lock()
+
+    def compile(self) -> jax.stages.Compiled:
+        """Safe to call from any thread; the compiler itself does not hold Python's lock."""
+        with self._lock:
+            if self._compiled is None:
+                assert self._lowered is not None
+                self._compiled, self._lowered = self._lowered.compile(), None
+            return self._compiled
+
+    def __call__(self, *args: Any) -> Any:
+        return (self._compiled or self.compile())(*args)
+
+
+class Programs:
+    """Prefill, burst, insert and deactivate for one model, cache and state.
+
+    Weights go in as flat leaves; cache and state are donated and come back. `decoder` may be abstract: programs can be
+    prepared while weights are still being read.
+    """
+
+    def __init__(self, decoder: Decoder, cache: PagedCache, state: DecodeState, mesh: Mesh | None):
+        graph, weights = nnx.split(decoder)
+        leaves, tree = jax.tree.flatten(weights)
+        self._merge = partial(_merge, graph, tree)
+        self._weights = [_abstract(leaf) for leaf in leaves]
+        self._cache, self._state = jax.tree.map(_abstract, (cache, state))
+        self._replicated = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+        self._known: dict[Hashable, Program] = {}
+
+    @property
+    def num_compilations(self) -> int:
+        return len(self._known)
+
+    def prefill(self, chunk: int, num_pages: int) -> "Program":
+        """`(weights, cache, tokens [chunk], start, count, block_table [num_pages]) -> cache`."""
+
+        def run(weights, cache, tokens, start, count, table):
+            return prefill_chunk(self._merge(weights), cache, tokens, start, count, table)
+
+        return self._get(
+            ("prefill", chunk, num_pages), run, (1,), self._at(self._cache),
+            self._weights, self._cache, self._row(chunk), _SCALAR, _SCALAR, self._row(num_pages),
+        )  # fmt: skip
+
+    def burst(self, shape: BurstShape) -> "Program":
+        """`(weights, cache, state, max_rounds) -> (cache, state, BurstOutput)`."""
+
+        def run(weights, cache, state, max_rounds):
+            return decode_burst(self._merge(weights), cache, state, max_rounds, shape)
+
+        out = (self._at(self._cache), self._at(self._state), self._replicated)
+        return self._get(("burst", shape), run, (1, 2), out, self._weights, self._cache, self._state, _SCALAR)
+
+    def insert(self) -> "Program":
+        """`(state, slot, row) -> state`: one slot replaced by `row`, a DecodeState without the slot axis."""
+
+        def run(state, slot, row):
+            return jax.tree.map(lambda whole, one: whole.at[slot].set(one), state, row)
+
+        row = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self._state)
+        return self._get("insert", run, (0,), self._at(self._state), self._state, _SCALAR, row)
+
+    def deactivate(self) -> "Program":
+        """`(state, slot) -> state`: the slot takes no part in further rounds."""
+
+        def run(state, slot):
+            return state._replace(active=state.active.at[slot].set(False))
+
+        return self._get("deactivate", run, (0,), self._at(self._state), self._state, _SCALAR)
+
+    def _get(
+        self, key: Hashable, run: Callable, donated: tuple[int, ...], out_shardings: Any, *args: Any
+    ) -> "Program":
+        if key not in self._known:
+            self._known[key] = Program(jax.jit(run, donate_argnums=donated, out_shardings=out_shardings).lower(*args))
+        return self._known[key]
+
+    def _at(self, arrays: Any) -> Any:
+        """On a mesh, results come back as they went in."""
+        return None if self._replicated is None else jax.tree.map(lambda x: x.sharding, arrays)
+
+    def _row(self, size: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((size,), jnp.int32)
+
+
+def _merge(graph, tree, leaves) -> Decoder:
+    return nnx.merge(graph, jax.tree.unflatten(tree, leaves))
+
+
+def _abstract(x: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    sharding = x.sharding if isinstance(x.sharding, NamedSharding) else None
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
