@@ -139,20 +139,23 @@ def decode_round(
     model: Decoder, cache: PagedCache, state: DecodeState, shape: BurstShape
 ) -> tuple[PagedCache, DecodeState]:
     """One round: draft, verify, accept, stop, commit."""
-    drafts, num_drafts = draft(state, shape.draft)
+    drafts, num_drafts = draft(state, shape)
     cache, targets = verify(model, cache, state, drafts, num_drafts, shape)
     num_agreeing = accept(targets, drafts, num_drafts)
     num_emitted, finish = stop(targets, num_agreeing + 1, state)
     return cache, commit(state, targets, num_drafts, num_agreeing, num_emitted, finish)
 
 
-def draft(state: DecodeState, config: DraftConfig) -> tuple[Array, Array]:
+def draft(state: DecodeState, shape: BurstShape) -> tuple[Array, Array]:
     """Proposed tokens [B, K], and how many of them are meant, [B]. Never more than the slot may still take."""
-    if config.num_tokens == 0:
+    if shape.draft.num_tokens == 0:
         return jnp.zeros((state.length.shape[0], 0), jnp.int32), jnp.zeros_like(state.length)
-    drafts, num_drafts = propose_ngram(state.tokens, state.length, config)
+    drafts, match_length = propose_ngram(state.tokens, state.length, shape.draft)
+    # A match of one token is weak: it gets the places that cost nothing, a longer one gets all K.
+    meant = jnp.where(match_length > 1, shape.draft.num_tokens, shape.row_widths[0] - 1)
+    meant = jnp.minimum(meant, shape.draft.num_tokens)
     room = jnp.maximum(state.max_length - state.length - 1, 0)  # the pass itself gives one token more
-    return drafts, jnp.where(state.active, jnp.minimum(num_drafts, room), 0)
+    return drafts, jnp.where(state.active & (match_length > 0), jnp.minimum(meant, room), 0)
 
 
 def verify(

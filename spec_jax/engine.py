@@ -4,6 +4,8 @@ The host stays one burst ahead of what it has read: burst n + 1 is on its way be
 device never waits for Python. A slot that ended in burst n is inactive in burst n + 1 and costs nothing there.
 """
 
+import atexit
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -68,8 +70,10 @@ class Engine:
         abstract = Decoder(abstract_weights(dtype, mesh, rules), model_config)
         self.programs = Programs(abstract, self._cache, self._state, mesh)
         self._weights: list[jax.Array] = []
+        self._closed = False
         self._prefilling: Request | None = None
         self._in_flight: _Burst | None = None
+        atexit.register(_close, weakref.ref(self))
 
     @property
     def has_work(self) -> bool:
@@ -79,15 +83,18 @@ class Engine:
         """Gives the engine its weights; they must be as its model config and dtype say."""
         self._weights = jax.tree.leaves(nnx.state(decoder))
 
-    def prepare(self, prompt_length: int, *, streams: bool) -> Iterator[Program]:
-        """The programs that a single request with such a prompt needs first, in their order, not compiled yet.
+    def prepare(self, prompt_length: int, max_length: int, *, streams: bool) -> Iterator[Program]:
+        """The programs that a single request needs on its way from `prompt_length` to `max_length` tokens, in order.
 
-        Compile them on other threads while the weights are being read.
+        They are not compiled yet: do that on other threads while the weights are being read.
         """
         for start, count, size in self._chunks(0, prompt_length - 1):
             yield self.programs.prefill(size, self._page_bucket(start + count))
         growth = self._rounds(streams) * (self.draft.num_tokens + 1)
-        yield self.programs.burst(self._burst_shape(1, min(prompt_length + growth, self.config.max_model_len)))
+        longest = prompt_length
+        while longest < max_length:
+            longest = min(longest + growth, max_length)
+            yield self.programs.burst(self._burst_shape(1, longest))
 
     def add(self, request: Request) -> None:
         """Queues a request. Raises UserError for what could never run."""
@@ -102,9 +109,15 @@ class Engine:
 
     def abort(self, request: Request) -> None:
         """Ends a request early; its slot and pages are free at once. Nothing happens if it has ended."""
-        if not request.is_finished:
+        if not request.is_finished and not self._closed:
             request.finish_reason = "abort"
             self._retire(request, on_device=True)
+
+    def close(self) -> None:
+        """Waits for what the device still does; afterwards the engine is of no use."""
+        if not self._closed:
+            self._closed, self._in_flight = True, None
+            jax.block_until_ready(self._state)
 
     def step(self) -> list[Request]:
         """Schedule, dispatch, collect. Returns the requests with news."""
@@ -250,6 +263,12 @@ class Engine:
         elif on_device and request.slot >= 0:
             self._state = self.programs.deactivate()(self._state, np.int32(request.slot))
         self.scheduler.release(request)
+
+
+def _close(engine: "weakref.ref[Engine]") -> None:
+    """At exit: a device that still computes while Python is torn down would end in a crash."""
+    if (alive := engine()) is not None:
+        alive.close()
 
 
 def _row_widths(num_draft_tokens: int, num_slots: int, platform: str) -> tuple[int, ...]:

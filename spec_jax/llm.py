@@ -78,7 +78,8 @@ class LLM:
             compiling = []
             if warm_up is not None:
                 length = len(self._prompt_ids(warm_up, parse_special=False))
-                compiling = [compiler.submit(p.compile) for p in self.engine.prepare(length, streams=True)]
+                programs = self.engine.prepare(length, length + 1, streams=True)
+                compiling = [compiler.submit(program.compile) for program in programs]
             self.engine.load(files.load(dtype=dtype, mesh=mesh, rules=rules))
             for future in compiling:
                 future.result()

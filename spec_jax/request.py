@@ -13,7 +13,8 @@ class RequestStats:
     """Counters of one request. Rates need at least one token after the first burst; otherwise they are 0.
 
     `acceptance_length` is committed tokens per pass of the target. `accepted_per_position[i]` counts committed drafts
-    that stood at place i. `ttft_s` is the time to the first token, `tpot_s` the time per token after the first burst.
+    that stood at place i. `ttft_s` is the time to the first token, `tpot_s` the time per token after the first burst
+    (which can hold several tokens that come at once), `tokens_per_s` that of the whole request, prompt included.
     """
 
     rounds: int = 0
@@ -23,6 +24,7 @@ class RequestStats:
     acceptance_length: float = 0.0
     ttft_s: float = 0.0
     tpot_s: float = 0.0
+    tokens_after_first_burst: int = 0
     tokens_per_s: float = 0.0
 
 
@@ -145,5 +147,6 @@ class Request:
             acceptance_length=self.num_committed / rounds if rounds else 0.0,
             ttft_s=self.first_token_at - self.arrived if self.first_token_at else 0.0,
             tpot_s=seconds / later if later else 0.0,
+            tokens_after_first_burst=later,
             tokens_per_s=len(self.output) / total if total > 0 else 0.0,
         )

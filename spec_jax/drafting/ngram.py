@@ -19,7 +19,8 @@ def propose_ngram(tokens: Array, length: Array, config: DraftConfig) -> tuple[Ar
       length: [B] int32.
 
     Returns:
-      drafts [B, K] int32, and how many of them are meant, [B] int32: K where there is a match, else 0.
+      drafts [B, K] int32, and the length of the suffix that matched, [B] int32; 0 where none did and the drafts mean
+      nothing.
     """
     B, L = tokens.shape
     K = config.num_tokens
@@ -35,11 +36,11 @@ def propose_ngram(tokens: Array, length: Array, config: DraftConfig) -> tuple[Ar
         unbroken = unbroken & (shifted == suffix) & (place >= back) & (last >= back)
         matched = matched + unbroken
 
-    score = jnp.where(matched >= config.ngram_min, matched * L + place, -1)
-    best = jnp.argmax(score, axis=1).astype(jnp.int32)[:, None]  # [B, 1]
-    found = jnp.max(score, axis=1) >= 0
+    matched = jnp.where(matched >= config.ngram_min, matched, 0)
+    best = jnp.argmax(matched * L + place, axis=1).astype(jnp.int32)[:, None]  # [B, 1], longest first, then latest
+    match_length = jnp.take_along_axis(matched, best, axis=1)[:, 0]
 
     period = jnp.maximum(last - best, 1)
     following = best + 1 + jnp.arange(K, dtype=jnp.int32)[None, :] % period
     drafts = jnp.take_along_axis(tokens, jnp.clip(following, 0, L - 1), axis=1)
-    return drafts, jnp.where(found, K, 0)
+    return drafts, match_length

@@ -1,0 +1,182 @@
+"""The command line: `spec-jax generate | bench | fetch`.
+
+A user's mistake ends in one line on standard error and exit code 2, never in a traceback.
+"""
+
+import json
+import os
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+from tyro.conf import Positional
+
+from .errors import UserError
+from .params import SamplingParams
+
+DraftMethod = Literal["auto", "ngram", "none"]
+Dtype = Literal["bfloat16", "float32"]
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """What to run, and how."""
+
+    model: str
+    """Built-in name (smollm2-135m), Hugging Face folder, .gguf file, or hub id."""
+    draft: DraftMethod = "auto"
+    """Who proposes tokens; none is plain decoding. The text is the same."""
+    num_draft_tokens: int = 5
+    """Proposals per round, 0 to 16."""
+    dtype: Dtype = "bfloat16"
+    """Of weights, activations and cache."""
+    max_model_len: int | None = None
+    """Longest prompt and answer together, in tokens. By default the model's limit, at most 8192."""
+
+
+@dataclass(frozen=True)
+class Generate:
+    """Answer one prompt, shown as it is written."""
+
+    options: tyro.conf.OmitArgPrefixes[ModelOptions]
+    prompt: str
+    """The prompt; "-" reads it from standard input."""
+    chat: bool = False
+    """Put the prompt into the model's chat template as a user message."""
+    system: str | None = None
+    """A system message before it; means --chat."""
+    parse_special: bool = False
+    """Read control tokens such as <|im_end|> inside the prompt as such, not as text."""
+    max_tokens: int = 256
+    """Most tokens to generate."""
+    temperature: float = 0.0
+    """0 is greedy."""
+    top_k: int = 0
+    """Keep the k best tokens; 0 is off."""
+    top_p: float = 1.0
+    """Keep the fewest best tokens whose probabilities reach this sum; 1 is off."""
+    min_p: float = 0.0
+    """Keep tokens with at least this share of the best one's probability; 0 is off."""
+    seed: int | None = None
+    """Same seed, same text."""
+    stop: tuple[str, ...] = ()
+    """Text at which to end."""
+    ignore_eos: bool = False
+    """Go on after the model's own end of text."""
+    json: bool = False
+    """Print one JSON object at the end instead of the text."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Measure acceptance length, time per token and time to first token over a file of questions."""
+
+    options: tyro.conf.OmitArgPrefixes[ModelOptions]
+    dataset: Path
+    """JSONL with question_id, category and turns, as in Spec-Bench; the first turn is asked."""
+    compare: DraftMethod | None = None
+    """A second drafter, measured side by side, question by question."""
+    per_category: int | None = None
+    """Ask only the first so many questions of each category."""
+    max_tokens: int = 128
+    """Most tokens per answer."""
+    temperature: float = 0.0
+    seed: int = 0
+    output: Path = Path("bench-results")
+    """Folder for result.json and plot.png."""
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """Download a model into the cache folder and print its path."""
+
+    model: Positional[str]
+    """Built-in name (smollm2-135m) or hub id."""
+
+
+Command = (
+    Annotated[Generate, tyro.conf.subcommand("generate")]
+    | Annotated[Bench, tyro.conf.subcommand("bench")]
+    | Annotated[Fetch, tyro.conf.subcommand("fetch")]
+)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point of `spec-jax`."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's notes about its own cache are not for users
+    try:
+        command = tyro.cli(Command, prog="spec-jax", description="Lossless speculative decoding on JAX.", args=arguments)
+        {Generate: _generate, Bench: _bench, Fetch: _fetch}[type(command)](command)
+    except UserError as error:
+        sys.exit(_fail(str(error)))
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:  # whoever read our output has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+
+
+def _fail(message: str) -> int:
+    print(f"spec-jax: {' '.join(message.split())}", file=sys.stderr)
+    return 2
+
+
+def _generate(command: Generate) -> None:
+    params = SamplingParams(
+        max_tokens=command.max_tokens,
+        temperature=command.temperature,
+        top_k=command.top_k,
+        top_p=command.top_p,
+        min_p=command.min_p,
+        seed=command.seed,
+        stop=command.stop,
+        ignore_eos=command.ignore_eos,
+    )
+    text = sys.stdin.read() if command.prompt == "-" else command.prompt
+    prompt: str | list[dict[str, str]] = text
+    if command.chat or command.system is not None:
+        system = [] if command.system is None else [{"role": "system", "content": command.system}]
+        prompt = [*system, {"role": "user", "content": text}]
+
+    from .llm import LLM
+
+    llm = LLM(**vars(command.options), max_num_seqs=1, warm_up=prompt)
+    shown = 0
+    for output in llm.stream(prompt, params, parse_special=command.parse_special):
+        if not command.json:
+            sys.stdout.buffer.write(output.text[shown:].encode("utf-8", "replace"))
+            sys.stdout.buffer.flush()
+        shown = len(output.text)
+    if command.json:
+        stats = asdict(output.stats)
+        fields = {"text": output.text, "token_ids": output.token_ids, "finish_reason": output.finish_reason}
+        print(json.dumps({**fields, "stop_reason": output.stop_reason, "stats": stats}))
+        return
+    print()
+    stats_line = (
+        f"{len(output.token_ids)} tokens in {output.stats.rounds} passes of the target: "
+        f"{output.stats.acceptance_length:.2f} per pass, {1000 * output.stats.tpot_s:.1f} ms per token, "
+        f"first after {output.stats.ttft_s:.2f} s ({output.finish_reason})"
+    )
+    print(stats_line, file=sys.stderr)
+
+
+def _bench(command: Bench) -> None:
+    from .bench import run_bench
+
+    run_bench(
+        dataset=command.dataset,
+        drafts=[command.options.draft, *([command.compare] if command.compare else [])],
+        model_options={k: v for k, v in vars(command.options).items() if k != "draft"},
+        params=SamplingParams(max_tokens=command.max_tokens, temperature=command.temperature, seed=command.seed),
+        per_category=command.per_category,
+        output=command.output,
+    )
+
+
+def _fetch(command: Fetch) -> None:
+    from .checkpoints import fetch
+
+    print(fetch(command.model))
