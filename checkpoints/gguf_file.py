@@ -1,7 +1,7 @@
 """Reading a GGUF file (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md) by memory map.
 
-The header is parsed here because `gguf.GGUFReader` takes seconds for the token lists of a real model (3.6 s against 0.1 s
-for 49k tokens); what the tensor types are and how they dequantize comes from the `gguf` package.
+The header is parsed here because `gguf.GGUFReader` takes seconds for the token lists of a real model (3.6 s against
+0.1 s for 49k tokens); what the tensor types are and how they dequantize comes from the `gguf` package.
 """
 
 import mmap
@@ -58,7 +58,7 @@ class GGUFFile:
         self._at = 4
         try:
             self._read_header()
-        except (struct.error, IndexError, UnicodeDecodeError, OverflowError, MemoryError):
+        except (struct.error, IndexError, UnicodeDecodeError, OverflowError, MemoryError, RecursionError):
             raise UserError(f"{path} is truncated or damaged: its header ends early; fetch the file again") from None
 
     def _read_header(self) -> None:
@@ -72,9 +72,9 @@ class GGUFFile:
             (kind,) = self._unpack("I")
             self.metadata[key] = self._value(kind)
         entries = [self._tensor_entry() for _ in range(num_tensors)]
-        alignment = int(self.metadata.get("general.alignment", 32))
-        if alignment < 1:
-            raise UserError(f"{self.path} is damaged: general.alignment is {alignment}")
+        alignment = self.metadata.get("general.alignment", 32)
+        if type(alignment) is not int or alignment < 1:
+            raise UserError(f"{self.path} is damaged: general.alignment is {alignment!r}")
         first = -(-self._at // alignment) * alignment
         self._tensors = {}
         for name, shape, kind, offset in entries:
@@ -89,7 +89,9 @@ class GGUFFile:
         block, block_bytes = GGML_QUANT_SIZES[tensor_type]
         count = int(np.prod(shape, dtype=object)) if shape else 1
         if shape and shape[-1] % block:
-            raise UserError(f"{self.path} is damaged: rows of {shape[-1]} in {name} are no whole {tensor_type.name} blocks")
+            raise UserError(
+                f"{self.path} is damaged: rows of {shape[-1]} in {name} are no whole {tensor_type.name} blocks"
+            )
         num_bytes = count // block * block_bytes
         if start + num_bytes > len(self._data):
             raise UserError(

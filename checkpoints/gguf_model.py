@@ -7,6 +7,7 @@ import numpy as np
 from spec_jax.config import LinearRopeScaling, ModelConfig, RopeFactors
 from spec_jax.errors import UserError
 
+from .fields import check_config, damaged_fields
 from .gguf_file import GGUFFile
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
@@ -37,7 +38,8 @@ class GGUFModel:
 
     def __init__(self, path: Path):
         self.file = GGUFFile(path)
-        self.config = _read_config(self.file)
+        with damaged_fields(path):
+            self.config = check_config(_read_config(self.file), path)
 
     def tensor(self, name: str, dtype: np.dtype) -> np.ndarray:
         """The tensor that Hugging Face calls `name`, in `dtype`. Raises UserError when the file does not have it."""

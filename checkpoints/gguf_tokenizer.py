@@ -34,6 +34,15 @@ def build_tokenizer(metadata: dict[str, Any], path: object) -> Backend:
     Raises UserError for tokenizer models other than `gpt2` (byte-level BPE) and `llama` (SentencePiece BPE), and for
     byte-level splits that are not known here: a wrong split would give wrong ids in silence.
     """
+    try:
+        return _build(metadata, path)
+    except UserError:
+        raise
+    except Exception as error:  # the library raises bare Exception
+        raise UserError(f"{path}: its tokenizer is incomplete or damaged: {error}") from None
+
+
+def _build(metadata: dict[str, Any], path: object) -> Backend:
     model = metadata.get("tokenizer.ggml.model")
     tokens: list[str] = metadata.get("tokenizer.ggml.tokens", [])
     if not tokens:
@@ -48,12 +57,14 @@ def build_tokenizer(metadata: dict[str, Any], path: object) -> Backend:
     backend.add_special_tokens(
         [AddedToken(t, special=True, normalized=False) for t, k in zip(tokens, types, strict=True) if k == _CONTROL]
     )
-    backend.add_tokens([AddedToken(t, normalized=False) for t, k in zip(tokens, types, strict=True) if k == _USER_DEFINED])
+    backend.add_tokens(
+        [AddedToken(t, normalized=False) for t, k in zip(tokens, types, strict=True) if k == _USER_DEFINED]
+    )
     bos = metadata.get("tokenizer.ggml.bos_token_id")
     if metadata.get("tokenizer.ggml.add_bos_token", model == "llama") and bos is not None:
         backend.post_processor = processors.Sequence([
             *([processors.ByteLevel(trim_offsets=False)] if model == "gpt2" else []),
-            processors.TemplateProcessing(single=f"{tokens[bos]} $A", special_tokens=[(tokens[bos], bos)]),
+            processors.TemplateProcessing(single=[tokens[bos], "$A"], special_tokens=[(tokens[bos], bos)]),
         ])  # fmt: skip
     return backend
 

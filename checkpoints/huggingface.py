@@ -11,6 +11,8 @@ from tokenizers import Tokenizer as Backend
 from spec_jax.config import LinearRopeScaling, Llama3RopeScaling, ModelConfig
 from spec_jax.errors import UserError
 
+from .fields import check_config, damaged_fields
+
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 
@@ -39,8 +41,9 @@ class HuggingFaceModel:
 def _weight_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        names = sorted(set(_read_json(index).get("weight_map", {}).values()))
-        missing = [name for name in names if not (folder / name).is_file()]
+        with damaged_fields(index):
+            names = sorted(set(_read_json(index)["weight_map"].values()))
+            missing = [name for name in names if not (folder / name).is_file()]
         if missing:
             raise UserError(f"{folder} lacks {', '.join(missing)}, which model.safetensors.index.json names")
         return [folder / name for name in names]
@@ -56,18 +59,20 @@ def read_config(folder: Path) -> ModelConfig:
     if not path.is_file():
         raise UserError(f"{folder} has no config.json: a Hugging Face model folder or a .gguf file is needed")
     raw = _read_json(path)
-    architecture = (raw.get("architectures") or [None])[0]
-    if architecture not in ARCHITECTURES:
-        raise UserError(f"{path}: architecture {architecture!r} is not supported; supported: {', '.join(ARCHITECTURES)}")
-    try:
-        return _convert(raw, architecture, folder)
-    except KeyError as error:
-        raise UserError(f"{path} lacks the field {error}") from None
+    with damaged_fields(path):
+        architecture = (raw.get("architectures") or [None])[0]
+        if architecture not in ARCHITECTURES:
+            raise UserError(
+                f"{path}: architecture {architecture!r} is not supported; supported: {', '.join(ARCHITECTURES)}"
+            )
+        return check_config(_convert(raw, architecture, folder), path)
 
 
 def _convert(raw: dict[str, Any], architecture: str, folder: Path) -> ModelConfig:
     if raw.get("hidden_act", "silu") != "silu":
         raise UserError(f"{folder}: activation {raw['hidden_act']!r} is not supported; supported: silu")
+    if raw.get("quantization_config"):
+        raise UserError(f"{folder} holds quantized weights, which are read from .gguf files only")
     rope = raw.get("rope_parameters") or {**(raw.get("rope_scaling") or {}), "rope_theta": raw.get("rope_theta", 1e4)}
     if rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) != 1.0:
         raise UserError(f"{folder}: partial rotary embeddings are not supported")
@@ -85,7 +90,7 @@ def _convert(raw: dict[str, Any], architecture: str, folder: Path) -> ModelConfi
         rope_scaling=_rope_scaling(rope, folder),
         max_position=raw["max_position_embeddings"],
         qkv_bias=bias or architecture == "Qwen2ForCausalLM",
-        attention_output_bias=bias and architecture == "LlamaForCausalLM",
+        attention_output_bias=bias and architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM"),
         mlp_bias=bool(raw.get("mlp_bias", False)),
         qk_norm=architecture == "Qwen3ForCausalLM",
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
@@ -118,7 +123,11 @@ def _sliding_window(raw: dict[str, Any], architecture: str, folder: Path) -> int
         return window
     if not raw.get("use_sliding_window", False):
         return None
-    kinds = set(raw.get("layer_types") or ["sliding_attention"])
+    first = raw.get("max_window_layers", 28)
+    kinds = set(raw.get("layer_types") or ())
+    kinds = kinds or {"full_attention" if i < first else "sliding_attention" for i in range(raw["num_hidden_layers"])}
+    if kinds == {"full_attention"}:
+        return None
     if kinds != {"sliding_attention"}:
         raise UserError(f"{folder}: a mix of sliding and full attention layers is not supported")
     return window
@@ -143,10 +152,12 @@ def read_tokenizer(folder: Path) -> tuple[Backend, str | None, dict[str, str]]:
         backend = Backend.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
         raise UserError(f"{path} cannot be read: {error}") from None
+    backend.no_truncation()  # a file may keep what its training asked for
+    backend.no_padding()
     settings_path = folder / "tokenizer_config.json"
     settings = _read_json(settings_path) if settings_path.is_file() else {}
     jinja = folder / "chat_template.jinja"
-    template = jinja.read_text() if jinja.is_file() else settings.get("chat_template")
+    template = jinja.read_text(encoding="utf-8") if jinja.is_file() else settings.get("chat_template")
     if isinstance(template, list):  # several named templates
         template = next((t["template"] for t in template if t["name"] == "default"), None)
     named = {key: settings.get(key) for key in ("bos_token", "eos_token", "pad_token", "unk_token")}
@@ -156,6 +167,9 @@ def read_tokenizer(folder: Path) -> tuple[Backend, str | None, dict[str, str]]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read: {error}") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path} cannot be read: it holds no JSON object")
+    return value

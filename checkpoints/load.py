@@ -11,6 +11,7 @@ from spec_jax.models.decoder import Decoder
 from spec_jax.sharding import ShardingRules
 from spec_jax.tokenizer import Tokenizer
 
+from .fields import damaged_fields
 from .gguf_model import GGUFModel
 from .gguf_tokenizer import build_tokenizer
 from .huggingface import HuggingFaceModel, read_tokenizer
@@ -52,12 +53,13 @@ def open_model(model: str) -> ModelFiles:
 
 
 def _gguf_tokenizer(model: GGUFModel) -> Tokenizer:
-    metadata = model.file.metadata
-    tokens = metadata.get("tokenizer.ggml.tokens", [])
+    metadata, path = model.file.metadata, model.file.path
+    backend = build_tokenizer(metadata, path)
+    tokens, template = metadata["tokenizer.ggml.tokens"], metadata.get("tokenizer.chat_template")
+    if not isinstance(template, str | None):
+        raise UserError(f"{path}: tokenizer.chat_template is no text")
     names = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
     ids = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in names.items()}
-    return Tokenizer(
-        build_tokenizer(metadata, model.file.path),
-        metadata.get("tokenizer.chat_template"),
-        {name: tokens[i] for name, i in ids.items() if i is not None and i < len(tokens)},
-    )
+    with damaged_fields(path):
+        named = {name: tokens[i] for name, i in ids.items() if i is not None and i < len(tokens)}
+    return Tokenizer(backend, template, named)

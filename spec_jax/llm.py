@@ -101,13 +101,15 @@ class LLM:
         if len(each) != len(many):
             raise UserError(f"{len(many)} prompts came with {len(each)} SamplingParams: give one for all or one each")
         requests = [self._request(prompt, p, parse_special) for prompt, p in zip(many, each, strict=True)]
+        added: list[Request] = []
         try:
             for request in requests:
                 self.engine.add(request)
+                added.append(request)
             while not all(request.is_finished for request in requests):
                 self.engine.step()
         finally:
-            self._abort(requests)
+            self._abort(added)
         return [request.snapshot() for request in requests]
 
     def stream(

@@ -23,7 +23,7 @@ from tests.reference import hf_weights
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "<|im_start|>assistant\n"
+    "{{ '<|im_start|>assistant\n' }}"  # as an expression: Jinja drops a line end that closes a template
 )
 
 TINY = ModelConfig(

@@ -1,0 +1,121 @@
+"""Is the text the same with and without drafts? Every pair of (K, batch size, temperature) against plain decoding.
+
+    python benchmarks/lossless.py --dataset spec_bench_dev.jsonl --dtype float32
+
+float32 must be identical, token for token. bfloat16 rounds differently when a pass has other numbers of rows, so near-ties
+may fall the other way; there the gap of the target's two best scores (noise included) at the first difference is reported.
+Every finished answer is kept in `--output`, so that a run can be stopped and started again.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import tyro
+
+from spec_jax import LLM, SamplingParams
+from spec_jax.bench import Question, read_questions
+from spec_jax.cache import create_cache
+from spec_jax.checkpoints import open_model
+from spec_jax.models.decoder import Decoder, Rows
+from spec_jax.sampling import SamplingState, gumbel, process
+
+
+@dataclass(frozen=True)
+class Arguments:
+    dataset: Path
+    model: str = "smollm2-135m"
+    dtype: str = "float32"
+    num_questions: int = 40
+    max_tokens: int = 128
+    draft_tokens: tuple[int, ...] = (1, 3, 5)
+    batch_sizes: tuple[int, ...] = (1, 4)
+    temperatures: tuple[float, ...] = (0.0, 0.8)
+    output: Path = Path("bench-results/lossless")
+
+
+def main(args: Arguments) -> None:
+    questions = spread(read_questions(args.dataset), args.num_questions)
+    args.output.mkdir(parents=True, exist_ok=True)
+    widest = max(args.batch_sizes)
+    plain = {t: answers(args, questions, 0, widest, t) for t in args.temperatures}
+    num_different = 0
+    gaps: list[float] = []
+    for batch in args.batch_sizes:
+        for k in args.draft_tokens:
+            for temperature in args.temperatures:
+                drafted = answers(args, questions, k, batch, temperature)
+                pairs = list(zip(questions, drafted, plain[temperature], strict=True))
+                different = [(q, a, b) for q, a, b in pairs if a != b]
+                num_different += len(different)
+                found = [score_gap(args, question, a, b, temperature) for question, a, b in different]
+                gaps += found
+                print(
+                    f"K={k} B={batch} T={temperature}: {len(different)} of {len(pairs)} differ from plain decoding"
+                    + (f", largest gap of the top two scores there {max(found):.3f}" if found else ""),
+                    flush=True,
+                )
+    print(f"{num_different} differences in all" + (f", largest gap {max(gaps):.3f}" if gaps else ""))
+    if args.dtype == "float32" and num_different:
+        raise SystemExit(1)
+
+
+def spread(questions: list[Question], count: int) -> list[Question]:
+    """`count` questions, evenly over the file, which is ordered by category."""
+    return [questions[i * len(questions) // count] for i in range(count)]
+
+
+def answers(args: Arguments, questions: list[Question], k: int, batch: int, temperature: float) -> list[list[int]]:
+    """Token ids of every answer, computed once and kept."""
+    path = args.output / f"{args.dtype}-k{k}-b{batch}-t{temperature}-n{len(questions)}-m{args.max_tokens}.json"
+    if path.exists():
+        return json.loads(path.read_text())
+    llm = LLM(
+        args.model, draft="ngram" if k else "none", num_draft_tokens=k, dtype=args.dtype, max_num_seqs=batch,
+        max_model_len=4096, num_kv_tokens=8192,
+    )  # fmt: skip
+    outputs = llm.generate([q.prompt for q in questions], [params(args, q, temperature) for q in questions])
+    ids = [list(output.token_ids) for output in outputs]
+    path.with_suffix(".partial").write_text(json.dumps(ids))
+    path.with_suffix(".partial").rename(path)
+    return ids
+
+
+def params(args: Arguments, question: Question, temperature: float) -> SamplingParams:
+    return SamplingParams(max_tokens=args.max_tokens, temperature=temperature, seed=int(question.question_id))
+
+
+def score_gap(
+    args: Arguments, question: Question, left: list[int], right: list[int], temperature: float
+) -> float:
+    """How far apart the two best scores are where two answers part, by a pass of their own."""
+    files = open_model(args.model)
+    prompt = files.tokenizer.encode_chat(question.prompt)
+    at = next(i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b)
+    text = prompt + left[:at]
+    scores = last_logits(files.load(dtype=args.dtype), text)
+    if temperature:
+        seed = np.array([[0, int(question.question_id)]], np.uint32)
+        state = SamplingState(
+            jnp.array([temperature]), jnp.array([0]), jnp.array([1.0]), jnp.array([0.0]), jnp.array(seed)
+        )
+        scores = process(scores, state) + gumbel(state.seed, jnp.array([[len(text)]]), scores.shape[-1])
+    best = np.sort(np.asarray(scores).ravel())[-2:]
+    return float(best[1] - best[0])
+
+
+def last_logits(decoder: Decoder, text: list[int]) -> jnp.ndarray:
+    """[1, 1, V] after the whole text."""
+    page = 16
+    num_pages = -(-len(text) // page)
+    cache = create_cache(decoder.config, num_pages + 1, page, decoder.embedding.dtype)
+    positions = jnp.arange(len(text))[None]
+    rows = Rows(positions, jnp.arange(1, num_pages + 1)[None], jnp.ones_like(positions, bool))
+    hidden, _ = decoder(jnp.array([text]), rows, cache)
+    return decoder.logits(hidden[:, -1:])
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Arguments, description=__doc__))

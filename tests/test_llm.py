@@ -1,0 +1,165 @@
+"""The Python API on a tiny model: prompts of every kind, streaming, stop strings, and clear errors."""
+
+import pytest
+
+from spec_jax import LLM, SamplingParams, UserError
+
+FREE = SamplingParams(max_tokens=40, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_folder):
+    return LLM(str(tiny_folder), dtype="float32", max_num_seqs=2, num_draft_tokens=3, rounds_per_burst=4)
+
+
+def test_a_prompt_is_a_string_or_ids_or_messages(llm):
+    text = "hello"
+    ids = llm.tokenizer.encode(text)
+    by_text, by_ids = llm.generate([text, ids], FREE)
+    assert by_text.token_ids == by_ids.token_ids
+    assert by_text.prompt_token_ids == tuple(ids)
+    [chat] = llm.generate([{"role": "user", "content": text}], FREE)
+    assert len(chat.prompt_token_ids) > len(ids)
+    assert len(chat.token_ids) == 40
+
+
+def test_outputs_come_in_the_order_of_the_prompts_with_their_own_parameters(llm):
+    prompts = ["a", "bb", "ccc", "dddd", "eeeee"]
+    each = [SamplingParams(max_tokens=i + 1, ignore_eos=True) for i in range(5)]
+    outputs = llm.generate(prompts, each)
+    assert [len(output.token_ids) for output in outputs] == [1, 2, 3, 4, 5]
+    assert [llm.tokenizer.decode(output.prompt_token_ids) for output in outputs] == prompts
+
+
+def test_a_stream_grows_into_what_generate_returns(llm):
+    [whole] = llm.generate("hello", FREE)
+    grown = list(llm.stream("hello", FREE))
+    assert grown[-1].token_ids == whole.token_ids
+    assert grown[-1].text == whole.text
+    assert [o.finish_reason for o in grown] == [None] * (len(grown) - 1) + ["length"]
+    for early, late in zip(grown, grown[1:], strict=False):
+        assert late.text.startswith(early.text)
+        assert len(late.token_ids) >= len(early.token_ids)
+
+
+def test_a_stream_that_is_closed_early_frees_its_slot(llm):
+    for _ in range(5):
+        stream = llm.stream("hello", FREE)
+        next(stream)
+        stream.close()
+    assert not llm.engine.scheduler.has_work
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_a_stop_string_cuts_the_text_exactly_and_never_shows_a_part_of_itself(tiny_folder, llm, k):
+    model = llm if k else LLM(str(tiny_folder), dtype="float32", draft="none", max_num_seqs=1)
+    [free] = model.generate("hello", FREE)
+    stop = next(s for i in range(4, 30) if (s := free.text[i : i + 3]).isprintable() and "\ufffd" not in s)
+    at = free.text.find(stop)
+    pieces = [output.text for output in model.stream("hello", SamplingParams(max_tokens=40, ignore_eos=True, stop=stop))]
+    [output] = model.generate("hello", SamplingParams(max_tokens=40, ignore_eos=True, stop=["never there", stop]))
+    assert output.text == pieces[-1] == free.text[:at]
+    assert (output.finish_reason, output.stop_reason) == ("stop", stop)
+    assert output.token_ids == free.token_ids[: len(output.token_ids)]
+    assert all(free.text[:at].startswith(piece) for piece in pieces)
+    shortest = model.tokenizer.decode(output.token_ids[:-1])
+    assert stop not in shortest  # it ended with the token that completed the stop string
+
+
+def test_the_earliest_stop_string_wins(llm):
+    [free] = llm.generate("hello", FREE)
+    [output] = llm.generate(
+        "hello", SamplingParams(max_tokens=40, ignore_eos=True, stop=[free.text[20:22], free.text[5:7]])
+    )
+    assert output.text == free.text[: free.text.find(free.text[5:7])]
+
+
+def test_the_same_seed_gives_the_same_text_and_no_seed_a_new_one(llm):
+    seeded = SamplingParams(max_tokens=30, temperature=1.5, ignore_eos=True, seed=2**63 + 11)
+    a, b = llm.generate(["hi", "hi"], seeded)
+    assert a.token_ids == b.token_ids
+    c, d = llm.generate(["hi", "hi"], SamplingParams(max_tokens=30, temperature=1.5, ignore_eos=True))
+    assert c.token_ids != d.token_ids
+
+
+@pytest.mark.parametrize("prompt", ["x", "aaaaaaaaaaaaaaaa", "🎉👩‍👩‍👧", "日本語テキスト", "<|im_end|>", "\n", " "])
+def test_odd_prompts_are_answered(llm, prompt):
+    [output] = llm.generate(prompt, SamplingParams(max_tokens=5, ignore_eos=True))
+    assert len(output.token_ids) == 5
+    assert llm.tokenizer.decode(output.prompt_token_ids) == prompt
+
+
+def test_a_context_fills_up_to_the_model_length_exactly(tiny_folder):
+    model = LLM(str(tiny_folder), dtype="float32", max_model_len=32, max_num_seqs=1)
+    [output] = model.generate(list(range(10, 41)), SamplingParams(max_tokens=100, ignore_eos=True))
+    assert len(output.token_ids) == 1
+    assert output.finish_reason == "length"
+    with pytest.raises(UserError, match="the prompt has 32 tokens, max_model_len is 32"):
+        model.generate(list(range(10, 42)))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("", "the prompt is empty"),
+        ([], "the prompt is empty"),
+        ([[]], "the prompt is empty"),
+        ([[3, "x"]], "a prompt is a string, a list of token ids, or a list of chat messages"),
+        ([[3, 259]], "token id 259: the vocabulary has ids 0 to 258"),
+        ([[-1]], "token id -1"),
+        ("x" * 300, "the prompt has 300 tokens, max_model_len is 256"),
+    ],
+)
+def test_prompts_that_cannot_be_used_are_refused_and_leave_nothing_behind(llm, prompt, message):
+    with pytest.raises(UserError, match=message):
+        llm.generate(prompt if prompt != [] else [[]])
+    assert not llm.engine.scheduler.has_work
+    assert llm.generate("ok", SamplingParams(max_tokens=2))
+
+
+def test_one_bad_prompt_among_many_stops_the_call_but_not_the_engine(llm):
+    with pytest.raises(UserError, match="token id 999"):
+        llm.generate(["fine", [999]], FREE)
+    assert not llm.engine.scheduler.has_work
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"draft": "magic"}, "draft 'magic' is unknown: allowed are auto, ngram, none"),
+        ({"num_draft_tokens": 17}, "num_draft_tokens is 17: allowed are 0"),
+        ({"num_draft_tokens": -1}, "num_draft_tokens is -1"),
+        ({"dtype": "int3"}, "dtype 'int3' is unknown: allowed are bfloat16, float32"),
+        ({"max_model_len": 1000}, "max_model_len is 1000: this model was trained for at most 256"),
+        ({"max_model_len": 1}, "max_model_len is 1"),
+        ({"max_num_seqs": 0}, "max_num_seqs is 0"),
+    ],
+)
+def test_options_out_of_range_are_named_with_their_limits(tiny_folder, options, message):
+    with pytest.raises(UserError, match=message):
+        LLM(str(tiny_folder), **options)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", 0), ("max_tokens", -3), ("max_tokens", 1.5), ("temperature", -0.1), ("temperature", float("nan")),
+        ("top_p", 0.0), ("top_p", 1.1), ("min_p", -0.1), ("min_p", 1.5), ("top_k", -2), ("top_k", 0.5), ("seed", -1),
+        ("seed", 2**64), ("stop", ""), ("stop", ("ok", "")), ("stop_token_ids", (-1,)),
+    ],
+)  # fmt: skip
+def test_sampling_parameters_out_of_range_are_named(field, value):
+    with pytest.raises(UserError, match=f"{field} is .*: allowed is"):
+        SamplingParams(**{field: value})
+
+
+def test_as_many_parameters_as_prompts(llm):
+    with pytest.raises(UserError, match="2 prompts came with 3 SamplingParams"):
+        llm.generate(["a", "b"], [FREE] * 3)
+
+
+def test_bfloat16_differs_from_plain_decoding_only_at_near_ties(tiny_folder):
+    plain, drafted = (LLM(str(tiny_folder), draft=d, max_num_seqs=1) for d in ("none", "ngram"))
+    prompts = ["hello", "abcabcabc", "zz"]
+    pairs = zip(plain.generate(prompts, FREE), drafted.generate(prompts, FREE), strict=True)
+    assert sum(a.token_ids[:8] == b.token_ids[:8] for a, b in pairs) >= 2

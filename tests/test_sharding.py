@@ -1,0 +1,85 @@
+"""Tensor parallelism over virtual devices gives the unsharded logits, and the same text through the whole engine."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spec_jax.cache import create_cache
+from spec_jax.config import DraftConfig, EngineConfig
+from spec_jax.engine import Engine
+from spec_jax.errors import UserError
+from spec_jax.models.decoder import Decoder, Rows
+from spec_jax.models.layers import random_weights
+from spec_jax.sharding import ShardingRules, place
+from tests.conftest import TINY
+from tests.test_engine import PROMPTS, finish, make_request
+
+WIDE = replace(TINY, num_heads=8, num_kv_heads=4, hidden_size=64, ffn_size=64, vocab_size=260, qkv_bias=True, qk_norm=True)
+RULES = ShardingRules()
+
+
+def mesh_of(size: int) -> jax.sharding.Mesh:
+    return jax.make_mesh((size,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:size])
+
+
+def sharded(mesh) -> Decoder:
+    values = random_weights(seed=2, dtype=jnp.float32)
+    return Decoder(lambda path, shape, axes: place(np.asarray(values(path, shape, axes)), axes, mesh, RULES), WIDE)
+
+
+def logits(decoder, mesh=None):
+    cache = create_cache(WIDE, 5, 8, jnp.float32, mesh, RULES)
+    tokens = jnp.arange(20, dtype=jnp.int32)[None] * 7 % 260
+    rows = Rows(jnp.arange(20)[None], jnp.array([[4, 2, 1]]), jnp.ones((1, 20), bool))
+
+    @jax.jit
+    def run(decoder, cache):
+        hidden, cache = decoder(tokens, rows, cache)
+        return decoder.logits(hidden), cache
+
+    return run(decoder, cache)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_sharded_logits_are_the_unsharded_ones(size):
+    expected, _ = logits(sharded(None))
+    mesh = mesh_of(size)
+    found, cache = logits(sharded(mesh), mesh)
+    np.testing.assert_allclose(found, expected, atol=2e-5)
+    assert cache.layers[0].k.sharding.spec[1] == "tp"
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_matrix_is_really_split(size):
+    decoder = sharded(mesh_of(size))
+    block = decoder.layers[0]
+    for weight in (decoder.embedding, decoder.head, block.attention.qkv.weight, block.mlp.gate_up, block.mlp.down.weight):
+        shard = weight[...].addressable_shards[0].data
+        assert shard.size * size == weight[...].size
+
+
+def test_the_whole_engine_gives_the_same_text_on_a_mesh():
+    config = EngineConfig(
+        max_model_len=64, max_num_seqs=2, page_size=8, prefill_chunks=(16,), min_context_bucket=64, rounds_per_burst=4
+    )
+    outputs = []
+    for mesh in (None, mesh_of(2)):
+        engine = Engine(WIDE, DraftConfig(num_tokens=3), config, "float32", mesh, RULES)
+        engine.load(sharded(mesh))
+        requests = [make_request(engine, p, temperature=t, seed=4) for p in PROMPTS[:3] for t in (0.0, 0.8)]
+        outputs.append(finish(engine, requests))
+    assert outputs[0] == outputs[1]
+
+
+def test_a_mesh_that_does_not_divide_the_heads_names_the_sizes_that_do():
+    with pytest.raises(UserError, match=r"kv_heads 4 does not divide over 8 devices .* sharded over 1, 2, 4"):
+        RULES.check(mesh_of(8), WIDE)
+
+
+def test_a_mesh_without_the_axis_is_named():
+    mesh = jax.make_mesh((2,), ("model",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    with pytest.raises(UserError, match=r"the mesh has axes \('model',\), but kv_heads is sharded over 'tp'"):
+        RULES.check(mesh, WIDE)

@@ -1,0 +1,65 @@
+"""What the compiled programs must look like: one loop, no host in it, the cache updated in place."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from spec_jax.cache import create_cache
+from spec_jax.config import DraftConfig
+from spec_jax.decode_loop import BurstShape, create_state, decode_burst
+
+HOST_PRIMITIVES = ("callback", "infeed", "outfeed", "device_put", "copy_to_host")
+
+
+@pytest.fixture(scope="module")
+def burst(tiny_decoder):
+    """A burst of two slots on a cache of 2,049 pages: its arguments and the function of them."""
+    config = tiny_decoder.config
+    graph, weights = nnx.split(tiny_decoder)
+    cache = create_cache(config, 2049, 16, jnp.bfloat16)
+    state = create_state(2, 300, 16, 4, 5)
+    shape = BurstShape(DraftConfig(num_tokens=5), 2, 16, 8, (1, 6))
+
+    def run(weights, cache, state, rounds):
+        return decode_burst(nnx.merge(graph, weights), cache, state, rounds, shape)
+
+    return run, (weights, cache, state, np.int32(8))
+
+
+def primitives(jaxpr) -> list[str]:
+    names = []
+    for equation in jaxpr.eqns:
+        names.append(equation.primitive.name)
+        for value in equation.params.values():
+            for inner in value if isinstance(value, tuple | list) else [value]:
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    names += primitives(inner)
+    return names
+
+
+def test_the_loop_is_one_while_without_the_host(burst):
+    run, arguments = burst
+    names = primitives(jax.make_jaxpr(run)(*arguments).jaxpr)
+    assert names.count("while") == 1
+    assert not [name for name in names if any(part in name for part in HOST_PRIMITIVES)]
+
+
+def test_the_cache_is_updated_in_place(burst):
+    run, arguments = burst
+    compiled = jax.jit(run, donate_argnums=(1, 2)).lower(*arguments).compile()
+    memory = compiled.memory_analysis()
+    cache_bytes = arguments[1].num_bytes
+    assert memory.alias_size_in_bytes >= cache_bytes
+    assert memory.temp_size_in_bytes < cache_bytes / 4
+
+
+def test_donated_buffers_keep_their_place(burst):
+    run, (weights, cache, state, rounds) = burst
+    compiled = jax.jit(run, donate_argnums=(1, 2)).lower(weights, cache, state, rounds).compile()
+    cache, state = jax.tree.map(jnp.copy, (cache, state))
+    before = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(cache)]
+    new_cache, _, _ = compiled(weights, cache, state, rounds)
+    assert [x.unsafe_buffer_pointer() for x in jax.tree.leaves(new_cache)] == before
