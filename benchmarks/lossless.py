@@ -87,9 +87,7 @@ def params(args: Arguments, question: Question, temperature: float) -> SamplingP
     return SamplingParams(max_tokens=args.max_tokens, temperature=temperature, seed=int(question.question_id))
 
 
-def score_gap(
-    args: Arguments, question: Question, left: list[int], right: list[int], temperature: float
-) -> float:
+def score_gap(args: Arguments, question: Question, left: list[int], right: list[int], temperature: float) -> float:
     """How far apart the two best scores are where two answers part, by a pass of their own."""
     files = open_model(args.model)
     prompt = files.tokenizer.encode_chat(question.prompt)

@@ -10,22 +10,28 @@ from spec_jax.errors import UserError
 _NORMAL, _CONTROL, _USER_DEFINED, _BYTE = 1, 3, 4, 6
 
 # How the byte-level models split text before merging (`tokenizer.ggml.pre`): one digit or up to three at a time, and
-# which runs of letters, marks and spaces stay together.
+# which runs of letters, marks and spaces stay together. Several patterns split one after the other.
 _GPT2 = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
 )
 _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+_DEFAULT = (
+    r"[\p{P}$+<=>^~|]+",
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
+    r"\p{N}+",
+    r"[0-9][0-9][0-9]",
+)
 _SPLITS = {
-    "gpt-2": _GPT2,
-    "default": _GPT2,
-    "smollm": _GPT2,
-    "llama-bpe": _LLAMA3,
-    "llama3": _LLAMA3,
-    "qwen2": _QWEN2,
+    "gpt-2": (_GPT2,),
+    "default": _DEFAULT,
+    "smollm": (r"\p{N}", _GPT2),
+    "llama-bpe": (_LLAMA3,),
+    "llama3": (_LLAMA3,),
+    "qwen2": (_QWEN2,),
 }
-_SINGLE_DIGITS = ("smollm",)
+_LLAMA3_SPLITS = ("llama-bpe", "llama3")
 
 
 def build_tokenizer(metadata: dict[str, Any], path: object) -> Backend:
@@ -61,7 +67,8 @@ def _build(metadata: dict[str, Any], path: object) -> Backend:
         [AddedToken(t, normalized=False) for t, k in zip(tokens, types, strict=True) if k == _USER_DEFINED]
     )
     bos = metadata.get("tokenizer.ggml.bos_token_id")
-    if metadata.get("tokenizer.ggml.add_bos_token", model == "llama") and bos is not None:
+    begins = model == "llama" or metadata.get("tokenizer.ggml.pre") in _LLAMA3_SPLITS  # where the file does not say
+    if metadata.get("tokenizer.ggml.add_bos_token", begins) and bos is not None:
         backend.post_processor = processors.Sequence([
             *([processors.ByteLevel(trim_offsets=False)] if model == "gpt2" else []),
             processors.TemplateProcessing(single=[tokens[bos], "$A"], special_tokens=[(tokens[bos], bos)]),
@@ -74,10 +81,9 @@ def _byte_level(metadata: dict[str, Any], tokens: list[str], path: object) -> Ba
     if pre not in _SPLITS:
         raise UserError(f"{path}: pre-tokenizer {pre!r} is not supported; supported: {', '.join(_SPLITS)}")
     merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
-    ignore_merges = pre in ("llama-bpe", "llama3")
-    backend = Backend(models.BPE({t: i for i, t in enumerate(tokens)}, merges, ignore_merges=ignore_merges))
-    splits: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if pre in _SINGLE_DIGITS else []
-    splits.append(pre_tokenizers.Split(Regex(_SPLITS[pre]), "isolated"))
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    backend = Backend(models.BPE(vocabulary, merges, ignore_merges=pre in _LLAMA3_SPLITS))
+    splits: list[Any] = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in _SPLITS[pre]]
     splits.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
     backend.pre_tokenizer = pre_tokenizers.Sequence(splits)
     if pre == "qwen2":

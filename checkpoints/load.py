@@ -28,9 +28,7 @@ class ModelFiles:
     tokenizer: Tokenizer
     reader: TensorReader
 
-    def load(
-        self, *, dtype: str = "bfloat16", mesh: Mesh | None = None, rules: ShardingRules | None = None
-    ) -> Decoder:
+    def load(self, *, dtype: str = "bfloat16", mesh: Mesh | None = None, rules: ShardingRules | None = None) -> Decoder:
         """Reads the weights, cast to `dtype`, onto the devices. Raises UserError for missing or unfit tensors."""
         if mesh is not None:
             (rules or ShardingRules()).check(mesh, self.config)

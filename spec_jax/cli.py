@@ -107,8 +107,16 @@ def main(arguments: list[str] | None = None) -> None:
     """Entry point of `spec-jax`."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's notes about its own cache are not for users
     try:
-        command = tyro.cli(Command, prog="spec-jax", description="Lossless speculative decoding on JAX.", args=arguments)
-        {Generate: _generate, Bench: _bench, Fetch: _fetch}[type(command)](command)
+        command = tyro.cli(
+            Command, prog="spec-jax", description="Lossless speculative decoding on JAX.", args=arguments
+        )
+        match command:
+            case Generate():
+                _generate(command)
+            case Bench():
+                _bench(command)
+            case Fetch():
+                _fetch(command)
     except UserError as error:
         sys.exit(_fail(str(error)))
     except KeyboardInterrupt:

@@ -5,7 +5,7 @@ per slot, N pages per slot, S stop ids, V vocabulary.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -45,8 +45,8 @@ class DecodeState(NamedTuple):
 class BurstOutput(NamedTuple):
     """What the host reads after a burst: small, and copied while the next burst already runs."""
 
-    tokens: Array  # [B, rounds_capacity * (K + 1)] int32: committed in this burst, first `count` of each row
-    count: Array  # [B] int32
+    tokens: Array  # [B, rounds_capacity * (K + 1)] int32: committed in this burst, first `num_tokens` of each row
+    num_tokens: Array  # [B] int32
     finish: Array  # [B] int32
     rounds: Array  # [B] int32, since the slot began; so are the two below
     drafted: Array  # [B] int32
@@ -73,7 +73,7 @@ def create_state(
 ) -> DecodeState:
     """All slots empty. `max_length` is L: the longest text, with room for the drafts behind it."""
 
-    def full(*shape: int, dtype: type = np.int32, value: float = 0) -> np.ndarray:
+    def full(*shape: int, dtype: type = np.int32, value: float = 0) -> Any:
         return np.full((num_slots, *shape), value, dtype)
 
     state = DecodeState(
@@ -124,7 +124,7 @@ def decode_burst(
     where = jnp.minimum(start[:, None] + jnp.arange(capacity, dtype=jnp.int32), slots.tokens.shape[1] - 1)
     output = BurstOutput(
         tokens=jnp.take_along_axis(slots.tokens, where, axis=1),
-        count=slots.length - start,
+        num_tokens=slots.length - start,
         finish=slots.finish,
         rounds=slots.rounds,
         drafted=slots.drafted,
@@ -165,7 +165,7 @@ def verify(
 
     Row i sees the drafts before it. Rows past the agreeing prefix leave KV that the next round overwrites.
     """
-    B, K = drafts.shape
+    K = drafts.shape[1]
     last = jnp.take_along_axis(state.tokens, jnp.maximum(state.length - 1, 0)[:, None], axis=1)
     row_tokens = jnp.concatenate([last, drafts], axis=1)  # [B, K + 1]
 

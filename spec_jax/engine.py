@@ -8,6 +8,7 @@ import atexit
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .cache import create_cache
 from .config import DraftConfig, EngineConfig, ModelConfig
-from .decode_loop import LENGTH, STOPPED, BurstOutput, BurstShape, DecodeState, create_state
+from .decode_loop import LENGTH, RUNNING, STOPPED, BurstOutput, BurstShape, DecodeState, create_state
 from .errors import UserError
 from .models.decoder import Decoder
 from .models.layers import abstract_weights
@@ -169,32 +170,34 @@ class Engine:
 
     def _insert(self, request: Request) -> None:
         params, state = request.params, self._state
-        tokens = np.zeros(state.tokens.shape[1], np.int32)
-        tokens[: len(request.prompt)] = request.prompt
-        stop_ids = np.full(self.config.max_stop_ids, -1, np.int32)
-        stop_ids[: len(request.stop_ids)] = request.stop_ids
+
+        def array(value: Any, dtype: type = np.int32, size: int | None = None, fill: int = 0) -> Any:
+            if size is None:
+                return np.asarray(value, dtype)
+            return np.asarray([*value, *[fill] * (size - len(value))], dtype)
+
         row = DecodeState(
-            tokens=tokens,
-            length=np.int32(len(request.prompt)),
-            max_length=np.int32(request.max_length),
+            tokens=array(request.prompt, size=state.tokens.shape[1]),
+            length=array(len(request.prompt)),
+            max_length=array(request.max_length),
             block_tables=self._block_table(request),
-            active=np.bool_(True),
-            finish=np.int32(0),
-            stop_ids=stop_ids,
+            active=array(True, np.bool_),
+            finish=array(RUNNING),
+            stop_ids=array(request.stop_ids, size=self.config.max_stop_ids, fill=-1),
             sampling=SamplingState(
-                temperature=np.float32(params.temperature),
-                top_k=np.int32(max(params.top_k, 0)),
-                top_p=np.float32(params.top_p),
-                min_p=np.float32(params.min_p),
-                seed=np.array([request.seed >> 32, request.seed & 0xFFFFFFFF], np.uint32),
+                temperature=array(params.temperature, np.float32),
+                top_k=array(max(params.top_k, 0)),
+                top_p=array(params.top_p, np.float32),
+                min_p=array(params.min_p, np.float32),
+                seed=array([request.seed >> 32, request.seed & 0xFFFFFFFF], np.uint32),
             ),
-            rounds=np.int32(0),
-            drafted=np.int32(0),
-            accepted=np.zeros(self.draft.num_tokens, np.int32),
+            rounds=array(0),
+            drafted=array(0),
+            accepted=array([0] * self.draft.num_tokens),
         )
         self._state = self.programs.insert()(state, np.int32(request.slot), row)
 
-    def _block_table(self, request: Request) -> np.ndarray:
+    def _block_table(self, request: Request) -> Any:
         table = np.zeros(self._max_pages, np.int32)
         table[: len(request.pages)] = request.pages
         return table
@@ -250,7 +253,7 @@ class Engine:
                 continue
             request.counters = (int(out.rounds[slot]), int(out.drafted[slot]), tuple(map(int, out.accepted[slot])))
             reason = _FINISH_REASONS.get(int(out.finish[slot]))
-            request.append(out.tokens[slot, : out.count[slot]].tolist(), reason)
+            request.append(out.tokens[slot, : out.num_tokens[slot]].tolist(), reason)
             if request.is_finished:
                 self._retire(request, on_device=reason is None)
             changed.append(request)

@@ -44,7 +44,10 @@ class SamplingParams:
         _require(_is_real(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "a number in (0, 1]")
         _require(_is_real(self.min_p) and 0 <= self.min_p <= 1, "min_p", self.min_p, "a number in [0, 1]")
         _require(
-            self.seed is None or (_is_int(self.seed) and 0 <= self.seed < 2**64), "seed", self.seed, "an integer in [0, 2**64)"
+            self.seed is None or (_is_int(self.seed) and 0 <= self.seed < 2**64),
+            "seed",
+            self.seed,
+            "an integer in [0, 2**64)",
         )
         for text in stop:
             _require(isinstance(text, str) and text != "", "stop", text, "non-empty strings")

@@ -99,9 +99,7 @@ class Programs:
 
         return self._get("deactivate", run, (0,), self._at(self._state), self._state, _SCALAR)
 
-    def _get(
-        self, key: Hashable, run: Callable, donated: tuple[int, ...], out_shardings: Any, *args: Any
-    ) -> "Program":
+    def _get(self, key: Hashable, run: Callable, donated: tuple[int, ...], out_shardings: Any, *args: Any) -> "Program":
         if key not in self._known:
             self._known[key] = Program(jax.jit(run, donate_argnums=donated, out_shardings=out_shardings).lower(*args))
         return self._known[key]

@@ -1,4 +1,4 @@
-"""Text to token ids and back: chat templates, control tokens inside user text, and streaming that never cuts a character."""
+"""Text to token ids and back: chat templates, control tokens inside user text, streaming that never cuts a character."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -18,15 +18,11 @@ _PRIVATE_USE = 0xF0000  # Unicode plane 15: no text and no template contains the
 class Tokenizer:
     """A `tokenizers` backend with the model's chat template."""
 
-    def __init__(
-        self, backend: Backend, chat_template: str | None = None, named_tokens: dict[str, str] | None = None
-    ):
+    def __init__(self, backend: Backend, chat_template: str | None = None, named_tokens: dict[str, str] | None = None):
         self._backend = backend
         self._template = chat_template
         self._named_tokens = named_tokens or {}
-        self._special = sorted(
-            (t.content for t in backend.get_added_tokens_decoder().values() if t.special), key=len, reverse=True
-        )
+        self._special = {t.content: i for i, t in backend.get_added_tokens_decoder().items() if t.special}
 
     @property
     def vocab_size(self) -> int:
@@ -55,7 +51,7 @@ class Tokenizer:
         ids: list[int] = []
         for piece, is_control in _split(text, self._special):
             if is_control:
-                ids.append(self._backend.token_to_id(piece))
+                ids.append(self._special[piece])
             else:
                 ids += self.encode(_replace_all(piece, shown), add_special_tokens=False)
         return ids
@@ -89,7 +85,7 @@ def _replace_all(text: str, table: dict[str, str]) -> str:
     return text
 
 
-def _split(text: str, tokens: Sequence[str]) -> Iterable[tuple[str, bool]]:
+def _split(text: str, tokens: Iterable[str]) -> Iterable[tuple[str, bool]]:
     """Cuts `text` at each of `tokens`: pieces, and whether the piece is such a token."""
     start = 0
     while start < len(text):

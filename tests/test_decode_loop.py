@@ -42,7 +42,7 @@ def run(scripts, prompts, *, k=3, max_tokens=20, stop_ids=(EOS,), rounds=40, wid
     draft = DraftConfig(num_tokens=k, ngram_min=ngram_min)
     shape = BurstShape(draft, len(prompts), 4, rounds, widths or (k + 1,))
     _, state, out = decode_burst(ScriptedModel(*scripts), PagedCache(()), state, jnp.int32(rounds), shape)
-    outputs = [np.asarray(out.tokens[b, : out.count[b]]).tolist() for b in range(len(prompts))]
+    outputs = [np.asarray(out.tokens[b, : out.num_tokens[b]]).tolist() for b in range(len(prompts))]
     return outputs, jax.tree.map(np.asarray, state)
 
 

@@ -89,7 +89,9 @@ def test_drafts_batches_and_arrivals_do_not_change_a_text(engines, data):
         {"temperature": 1.5, "top_k": 20},
         {"temperature": 1.0, "top_p": 0.8, "min_p": 0.02},
     ]
-    chosen = data.draw(st.lists(st.tuples(st.sampled_from(PROMPTS), st.sampled_from(settings_of)), min_size=1, max_size=6))
+    chosen = data.draw(
+        st.lists(st.tuples(st.sampled_from(PROMPTS), st.sampled_from(settings_of)), min_size=1, max_size=6)
+    )
     waits = data.draw(st.lists(st.integers(0, 3), min_size=len(chosen), max_size=len(chosen)))
     alone, together = engines(0, 1), engines(3, 3)
     expected = [

@@ -1,5 +1,7 @@
 """The Python API on a tiny model: prompts of every kind, streaming, stop strings, and clear errors."""
 
+import itertools
+
 import pytest
 
 from spec_jax import LLM, SamplingParams, UserError
@@ -37,7 +39,7 @@ def test_a_stream_grows_into_what_generate_returns(llm):
     assert grown[-1].token_ids == whole.token_ids
     assert grown[-1].text == whole.text
     assert [o.finish_reason for o in grown] == [None] * (len(grown) - 1) + ["length"]
-    for early, late in zip(grown, grown[1:], strict=False):
+    for early, late in itertools.pairwise(grown):
         assert late.text.startswith(early.text)
         assert len(late.token_ids) >= len(early.token_ids)
 
@@ -56,7 +58,9 @@ def test_a_stop_string_cuts_the_text_exactly_and_never_shows_a_part_of_itself(ti
     [free] = model.generate("hello", FREE)
     stop = next(s for i in range(4, 30) if (s := free.text[i : i + 3]).isprintable() and "\ufffd" not in s)
     at = free.text.find(stop)
-    pieces = [output.text for output in model.stream("hello", SamplingParams(max_tokens=40, ignore_eos=True, stop=stop))]
+    pieces = [
+        output.text for output in model.stream("hello", SamplingParams(max_tokens=40, ignore_eos=True, stop=stop))
+    ]
     [output] = model.generate("hello", SamplingParams(max_tokens=40, ignore_eos=True, stop=["never there", stop]))
     assert output.text == pieces[-1] == free.text[:at]
     assert (output.finish_reason, output.stop_reason) == ("stop", stop)
@@ -143,9 +147,9 @@ def test_options_out_of_range_are_named_with_their_limits(tiny_folder, options, 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("max_tokens", 0), ("max_tokens", -3), ("max_tokens", 1.5), ("temperature", -0.1), ("temperature", float("nan")),
-        ("top_p", 0.0), ("top_p", 1.1), ("min_p", -0.1), ("min_p", 1.5), ("top_k", -2), ("top_k", 0.5), ("seed", -1),
-        ("seed", 2**64), ("stop", ""), ("stop", ("ok", "")), ("stop_token_ids", (-1,)),
+        ("max_tokens", 0), ("max_tokens", -3), ("max_tokens", 1.5), ("temperature", -0.1),
+        ("temperature", float("nan")), ("top_p", 0.0), ("top_p", 1.1), ("min_p", -0.1), ("min_p", 1.5), ("top_k", -2),
+        ("top_k", 0.5), ("seed", -1), ("seed", 2**64), ("stop", ""), ("stop", ("ok", "")), ("stop_token_ids", (-1,)),
     ],
 )  # fmt: skip
 def test_sampling_parameters_out_of_range_are_named(field, value):

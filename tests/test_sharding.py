@@ -17,7 +17,9 @@ from spec_jax.sharding import ShardingRules, place
 from tests.conftest import TINY
 from tests.test_engine import PROMPTS, finish, make_request
 
-WIDE = replace(TINY, num_heads=8, num_kv_heads=4, hidden_size=64, ffn_size=64, vocab_size=260, qkv_bias=True, qk_norm=True)
+WIDE = replace(
+    TINY, num_heads=8, num_kv_heads=4, hidden_size=64, ffn_size=64, vocab_size=260, qkv_bias=True, qk_norm=True
+)
 RULES = ShardingRules()
 
 
@@ -56,7 +58,13 @@ def test_sharded_logits_are_the_unsharded_ones(size):
 def test_every_matrix_is_really_split(size):
     decoder = sharded(mesh_of(size))
     block = decoder.layers[0]
-    for weight in (decoder.embedding, decoder.head, block.attention.qkv.weight, block.mlp.gate_up, block.mlp.down.weight):
+    for weight in (
+        decoder.embedding,
+        decoder.head,
+        block.attention.qkv.weight,
+        block.mlp.gate_up,
+        block.mlp.down.weight,
+    ):
         shard = weight[...].addressable_shards[0].data
         assert shard.size * size == weight[...].size
 

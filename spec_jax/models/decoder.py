@@ -41,9 +41,7 @@ class Attention(nnx.Module):
         self.k_norm = RMSNorm(source, f"{path}.k_norm", hd, config.rms_norm_eps) if config.qk_norm else None
         self.config = config
 
-    def __call__(
-        self, x: Array, rope: tuple[Array, Array], rows: Rows, cache: LayerCache
-    ) -> tuple[Array, LayerCache]:
+    def __call__(self, x: Array, rope: tuple[Array, Array], rows: Rows, cache: LayerCache) -> tuple[Array, LayerCache]:
         config = self.config
         B, T = rows.positions.shape
         K, G, hd = config.num_kv_heads, config.queries_per_kv, config.head_dim
@@ -75,9 +73,7 @@ class SwiGLU(nnx.Module):
     def __init__(self, source: WeightSource, path: str, config: ModelConfig):
         F, D = config.ffn_size, config.hidden_size
         self.gate_up = declare(source, f"{path}.gate_up", (2, F, D), (None, "ffn", "embed"))
-        self.gate_up_bias = (
-            declare(source, f"{path}.gate_up.bias", (2, F), (None, "ffn")) if config.mlp_bias else None
-        )
+        self.gate_up_bias = declare(source, f"{path}.gate_up.bias", (2, F), (None, "ffn")) if config.mlp_bias else None
         self.down = Linear(source, f"{path}.down", F, D, ("embed", "ffn"), config.mlp_bias)
 
     def __call__(self, x: Array) -> Array:  # [R, D] -> [R, D]
@@ -100,9 +96,7 @@ class Block(nnx.Module):
         self.mlp_norm = RMSNorm(source, f"{path}.mlp_norm", config.hidden_size, config.rms_norm_eps)
         self.mlp = SwiGLU(source, f"{path}.mlp", config)
 
-    def __call__(
-        self, x: Array, rope: tuple[Array, Array], rows: Rows, cache: LayerCache
-    ) -> tuple[Array, LayerCache]:
+    def __call__(self, x: Array, rope: tuple[Array, Array], rows: Rows, cache: LayerCache) -> tuple[Array, LayerCache]:
         attended, cache = self.attention(self.attention_norm(x), rope, rows, cache)
         x = x + attended
         return x + self.mlp(self.mlp_norm(x)), cache

@@ -63,9 +63,7 @@ class RMSNorm(nnx.Module):
 class Linear(nnx.Module):
     """`y = W x + b` with W stored [out, in], as checkpoints store it."""
 
-    def __init__(
-        self, source: WeightSource, path: str, size_in: int, size_out: int, axes: Axes, bias: bool = False
-    ):
+    def __init__(self, source: WeightSource, path: str, size_in: int, size_out: int, axes: Axes, bias: bool = False):
         self.weight = declare(source, path, (size_out, size_in), axes)
         self.bias = declare(source, f"{path}.bias", (size_out,), axes[:1]) if bias else None
 

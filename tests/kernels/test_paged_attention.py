@@ -106,8 +106,6 @@ def test_written_rows_land_in_their_pages_and_nowhere_else():
 def test_rows_not_kept_and_rows_past_the_table_touch_the_scratch_page_only(position, keep):
     pages = jnp.zeros((4, 1, 4, 2))
     rows = jnp.ones((1, 1, 1, 2))
-    k, _ = write_kv(
-        pages, pages, rows, rows, jnp.array([[1, 2]]), jnp.array([[position]]), jnp.array([[keep]])
-    )
+    k, _ = write_kv(pages, pages, rows, rows, jnp.array([[1, 2]]), jnp.array([[position]]), jnp.array([[keep]]))
     assert not np.asarray(k[1:]).any()
     assert np.asarray(k[0]).any()
