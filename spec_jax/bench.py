@@ -171,23 +171,22 @@ def _row(category: str, draft: str, outputs: Sequence[RequestOutput]) -> Row:
 
 
 def _table(rows: Sequence[Row], drafts: Sequence[str]) -> Table:
-    table = Table(title="per category; tokens per pass, time per token, time to first token")
-    table.add_column("category")
-    for draft in drafts:
-        for name in ("AL", "TPOT ms", "tok/s", "TTFT ms"):
-            table.add_column(f"{draft} {name}", justify="right")
+    """One line per category; where two drafters are compared, their figures stand in one cell, in order."""
+    table = Table(title=f"draft: {' / '.join(drafts)}", caption="AL: tokens per pass of the target; TPOT: time per token")
+    table.add_column("category", no_wrap=True)
+    for name in ("AL", "TPOT ms", "tok/s", "TTFT ms"):
+        table.add_column(name, justify="right", no_wrap=True)
     if len(drafts) > 1:
-        table.add_column("TPOT ratio", justify="right")
+        table.add_column("faster", justify="right", no_wrap=True)
     for i in range(0, len(rows), len(drafts)):
         group = rows[i : i + len(drafts)]
-        cells = [group[0].category]
-        for row in group:
-            cells += [
-                f"{row.acceptance_length:.2f}",
-                f"{row.tpot_ms:.1f}",
-                f"{row.tokens_per_s:.1f}",
-                f"{row.ttft_ms:.0f}",
-            ]
+        cells = [
+            group[0].category,
+            " / ".join(f"{row.acceptance_length:.2f}" for row in group),
+            " / ".join(f"{row.tpot_ms:.1f}" for row in group),
+            " / ".join(f"{row.tokens_per_s:.1f}" for row in group),
+            " / ".join(f"{row.ttft_ms:.0f}" for row in group),
+        ]
         if len(drafts) > 1:
             cells.append(f"{group[1].tpot_ms / group[0].tpot_ms:.2f} x" if group[0].tpot_ms else "")
         table.add_row(*cells, end_section=i + 2 * len(drafts) == len(rows))
