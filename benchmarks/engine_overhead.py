@@ -42,12 +42,13 @@ def bare(llm: LLM, prompt: Prompt, params: SamplingParams) -> float:
     growth = int(rounds) * (engine.draft.num_tokens + 1)
     while True:
         program = engine.programs.burst(engine._burst_shape(1, min(length + growth, request.max_length)))
-        engine._cache, engine._state, out = program(engine._weights, engine._cache, engine._state, rounds)
+        here = engine._on_device
+        here.cache, here.state, out = program(engine._weights, here.cache, here.state, rounds)
         length += int(out.num_tokens[0])
         if int(out.finish[0]):
             break
     seconds = time.perf_counter() - start
-    jax.block_until_ready(engine._cache)
+    jax.block_until_ready(here.cache)
     engine.abort(request)
     return params.max_tokens / seconds
 

@@ -4,9 +4,10 @@
 
 float32 must be identical, token for token. bfloat16 rounds differently when a pass has other numbers of rows, so near-ties
 may fall the other way; there the gap of the target's two best scores (noise included) at the first difference is reported.
-Every finished answer is kept in `--output`, so that a run can be stopped and started again.
+Finished answers are kept in `--output`, so that a run can be stopped and started again: a new folder for a new version.
 """
 
+import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,7 +70,9 @@ def spread(questions: list[Question], count: int) -> list[Question]:
 
 def answers(args: Arguments, questions: list[Question], k: int, batch: int, temperature: float) -> list[list[int]]:
     """Token ids of every answer, computed once and kept."""
-    path = args.output / f"{args.dtype}-k{k}-b{batch}-t{temperature}-n{len(questions)}-m{args.max_tokens}.json"
+    asked = hashlib.sha256(json.dumps([q.text for q in questions]).encode()).hexdigest()[:8]
+    name = f"{Path(args.model).name}-{asked}-{args.dtype}-k{k}-b{batch}-t{temperature}-m{args.max_tokens}.json"
+    path = args.output / name
     if path.exists():
         return json.loads(path.read_text())
     llm = LLM(

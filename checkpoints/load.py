@@ -30,8 +30,6 @@ class ModelFiles:
 
     def load(self, *, dtype: str = "bfloat16", mesh: Mesh | None = None, rules: ShardingRules | None = None) -> Decoder:
         """Reads the weights, cast to `dtype`, onto the devices. Raises UserError for missing or unfit tensors."""
-        if mesh is not None:
-            (rules or ShardingRules()).check(mesh, self.config)
         return Decoder(checkpoint_weights(self.reader, dtype, mesh, rules), self.config)
 
 

@@ -40,7 +40,6 @@ BUILTIN_MODELS = {
 }
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _LEFTOVER_AGE_S = 3600
-_HUB_FILES = ("*.safetensors", "*.json", "*.jinja")
 
 
 def resolve(model: str) -> Path:
@@ -140,7 +139,12 @@ def _fetch_from_hub(model: str) -> Path:
     )
 
     try:
-        folder = snapshot_download(model, cache_dir=cache_folder() / "models" / "hub", allow_patterns=list(_HUB_FILES))
+        folder = snapshot_download(
+            model,
+            cache_dir=cache_folder() / "models" / "hub",
+            allow_patterns=["*.safetensors", "*.json", "*.jinja"],
+            ignore_patterns=["consolidated*", "original/*"],  # the same weights once more, in another layout
+        )
     except HFValidationError as error:
         raise UserError(f"{model!r} is no hub id: {str(error).splitlines()[0]}") from None
     except RepositoryNotFoundError:
@@ -157,8 +161,6 @@ def _disk_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if isinstance(error, UserError):
-            raise
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise UserError(f"no space left in {folder}: free some, or set SPEC_JAX_CACHE to another folder") from None
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):

@@ -50,9 +50,11 @@ def read_questions(dataset: Path, per_category: int | None = None) -> list[Quest
     if per_category is not None and per_category < 1:
         raise UserError(f"per_category is {per_category}: allowed is an integer >= 1")
     try:
-        lines = dataset.read_text().splitlines()
+        lines = dataset.read_text(encoding="utf-8").split("\n")
     except OSError as error:
         raise UserError(f"cannot read dataset {dataset}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"dataset {dataset} is no UTF-8 text") from None
     kept: dict[str, list[Question]] = defaultdict(list)
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -60,6 +62,8 @@ def read_questions(dataset: Path, per_category: int | None = None) -> list[Quest
         try:
             raw = json.loads(line)
             question = Question(raw["question_id"], raw["category"], raw["turns"][0])
+            if not isinstance(raw["turns"], list) or not isinstance(question.category + question.text, str):
+                raise TypeError("turns must be a list of strings, category a string")
         except (ValueError, KeyError, IndexError, TypeError) as error:
             raise UserError(
                 f"{dataset} line {number} is no question with question_id, category and turns: {error!r}"
@@ -86,6 +90,12 @@ def run_bench(
     Programs are compiled and run once before anything is timed. Writes `result.json` and `plot.png` into `output`.
     """
     questions = read_questions(dataset, per_category)
+    if len(set(drafts)) < len(drafts):
+        raise UserError(f"compare is {drafts[-1]!r}, the same as draft: give two different drafters")
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot write results to {output}: {error.strerror}") from None
     console = Console()
     with Progress(console=console) as progress:
         loading = progress.add_task("loading and compiling", total=len(drafts))
@@ -106,7 +116,6 @@ def run_bench(
     console.print(_table(rows, drafts))
     if len(drafts) > 1:
         console.print(f"{same} of {len(questions)} answers have the same tokens under all drafters")
-    output.mkdir(parents=True, exist_ok=True)
     result = {
         "settings": {
             **{k: str(v) for k, v in model_options.items()},
@@ -172,7 +181,9 @@ def _row(category: str, draft: str, outputs: Sequence[RequestOutput]) -> Row:
 
 def _table(rows: Sequence[Row], drafts: Sequence[str]) -> Table:
     """One line per category; where two drafters are compared, their figures stand in one cell, in order."""
-    table = Table(title=f"draft: {' / '.join(drafts)}", caption="AL: tokens per pass of the target; TPOT: time per token")
+    table = Table(
+        title=f"draft: {' / '.join(drafts)}", caption="AL: tokens per pass of the target; TPOT: time per token"
+    )
     table.add_column("category", no_wrap=True)
     for name in ("AL", "TPOT ms", "tok/s", "TTFT ms"):
         table.add_column(name, justify="right", no_wrap=True)

@@ -8,16 +8,14 @@ import os
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import tyro
 from tyro.conf import Positional
 
+from . import __version__
 from .errors import UserError
 from .params import SamplingParams
-
-DraftMethod = Literal["auto", "ngram", "none"]
-Dtype = Literal["bfloat16", "float32"]
 
 
 @dataclass(frozen=True)
@@ -26,12 +24,12 @@ class ModelOptions:
 
     model: str
     """Built-in name (smollm2-135m), Hugging Face folder, .gguf file, or hub id."""
-    draft: DraftMethod = "auto"
-    """Who proposes tokens; none is plain decoding. The text is the same."""
+    draft: str = "auto"
+    """Who proposes tokens: auto, ngram, or none for plain decoding. The text is the same."""
     num_draft_tokens: int = 5
     """Proposals per round, 0 to 16."""
-    dtype: Dtype = "bfloat16"
-    """Of weights, activations and cache."""
+    dtype: str = "bfloat16"
+    """Of weights, activations and cache: bfloat16 or float32."""
     max_model_len: int | None = None
     """Longest prompt and answer together, in tokens. By default the model's limit, at most 8192."""
 
@@ -76,7 +74,7 @@ class Bench:
     options: tyro.conf.OmitArgPrefixes[ModelOptions]
     dataset: Path
     """JSONL with question_id, category and turns, as in Spec-Bench; the first turn is asked."""
-    compare: DraftMethod | None = None
+    compare: str | None = None
     """A second drafter, measured side by side, question by question."""
     per_category: int | None = None
     """Ask only the first so many questions of each category."""
@@ -105,6 +103,9 @@ Command = (
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of `spec-jax`."""
+    if (sys.argv[1:] if arguments is None else arguments) == ["--version"]:
+        print(f"spec-jax {__version__}")
+        return
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's notes about its own cache are not for users
     try:
         command = tyro.cli(
@@ -142,7 +143,7 @@ def _generate(command: Generate) -> None:
         stop=command.stop,
         ignore_eos=command.ignore_eos,
     )
-    text = sys.stdin.read() if command.prompt == "-" else command.prompt
+    text = _read_prompt() if command.prompt == "-" else command.prompt
     prompt: str | list[dict[str, str]] = text
     if command.chat or command.system is not None:
         system = [] if command.system is None else [{"role": "system", "content": command.system}]
@@ -150,7 +151,7 @@ def _generate(command: Generate) -> None:
 
     from .llm import LLM
 
-    llm = LLM(**vars(command.options), max_num_seqs=1, warm_up=prompt)
+    llm = LLM(**vars(command.options), max_num_seqs=1, warm_up=None if command.parse_special else prompt)
     shown = 0
     for output in llm.stream(prompt, params, parse_special=command.parse_special):
         if not command.json:
@@ -162,13 +163,20 @@ def _generate(command: Generate) -> None:
         fields = {"text": output.text, "token_ids": output.token_ids, "finish_reason": output.finish_reason}
         print(json.dumps({**fields, "stop_reason": output.stop_reason, "stats": stats}))
         return
-    print()
+    print(flush=True)
     stats_line = (
         f"{len(output.token_ids)} tokens in {output.stats.rounds} passes of the target: "
         f"{output.stats.acceptance_length:.2f} per pass, {1000 * output.stats.tpot_s:.1f} ms per token, "
         f"first after {output.stats.ttft_s:.2f} s ({output.finish_reason})"
     )
     print(stats_line, file=sys.stderr)
+
+
+def _read_prompt() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError:
+        raise UserError("standard input holds bytes that are no UTF-8: give the prompt as UTF-8") from None
 
 
 def _bench(command: Bench) -> None:

@@ -68,11 +68,6 @@ class ModelConfig:
     def queries_per_kv(self) -> int:
         return self.num_heads // self.num_kv_heads
 
-    @property
-    def cache_bytes_per_token_and_byte(self) -> int:
-        """Cache elements for one token over all layers (keys and values)."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
-
 
 @dataclass(frozen=True)
 class DraftConfig:
@@ -123,5 +118,10 @@ class EngineConfig:
             raise UserError(f"max_model_len is {self.max_model_len}: it must hold a prompt and an answer, at least 2")
         if self.max_num_seqs < 1:
             raise UserError(f"max_num_seqs is {self.max_num_seqs}: at least 1 sequence must fit")
+        for name in ("page_size", "rounds_per_burst", "rounds_per_burst_streaming", "min_context_bucket"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} is {getattr(self, name)}: allowed is an integer >= 1")
+        if not self.prefill_chunks or list(self.prefill_chunks) != sorted(set(self.prefill_chunks)):
+            raise UserError(f"prefill_chunks is {self.prefill_chunks}: allowed are sizes in ascending order")
         if self.num_kv_tokens is not None and self.num_kv_tokens < self.page_size:
             raise UserError(f"num_kv_tokens is {self.num_kv_tokens}: at least one page of {self.page_size} must fit")

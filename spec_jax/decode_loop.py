@@ -59,6 +59,7 @@ class BurstShape:
 
     `row_widths` are the T that a pass may have, ascending, the last one at least K + 1. A round takes the narrowest that
     holds its drafts: on a CPU a row costs time, so a round without drafts runs narrow. On a GPU one width is best.
+    `num_weak_drafts` is how many of the K tokens a weak match, of a single token, may propose.
     """
 
     draft: DraftConfig
@@ -66,6 +67,7 @@ class BurstShape:
     num_pages: int
     rounds_capacity: int
     row_widths: tuple[int, ...]
+    num_weak_drafts: int
 
 
 def create_state(
@@ -151,9 +153,7 @@ def draft(state: DecodeState, shape: BurstShape) -> tuple[Array, Array]:
     if shape.draft.num_tokens == 0:
         return jnp.zeros((state.length.shape[0], 0), jnp.int32), jnp.zeros_like(state.length)
     drafts, match_length = propose_ngram(state.tokens, state.length, shape.draft)
-    # A match of one token is weak: it gets the places that cost nothing, a longer one gets all K.
-    meant = jnp.where(match_length > 1, shape.draft.num_tokens, shape.row_widths[0] - 1)
-    meant = jnp.minimum(meant, shape.draft.num_tokens)
+    meant = jnp.where(match_length > 1, shape.draft.num_tokens, shape.num_weak_drafts)
     room = jnp.maximum(state.max_length - state.length - 1, 0)  # the pass itself gives one token more
     return drafts, jnp.where(state.active & (match_length > 0), jnp.minimum(meant, room), 0)
 
@@ -168,13 +168,15 @@ def verify(
     K = drafts.shape[1]
     last = jnp.take_along_axis(state.tokens, jnp.maximum(state.length - 1, 0)[:, None], axis=1)
     row_tokens = jnp.concatenate([last, drafts], axis=1)  # [B, K + 1]
+    # A slot that has ended is greedy, whatever it was: what no active slot uses costs nothing.
+    sampling = state.sampling._replace(temperature=jnp.where(state.active, state.sampling.temperature, 0.0))
 
     def run(width: int, cache: PagedCache) -> tuple[PagedCache, Array]:
         tokens = jnp.pad(row_tokens[:, :width], ((0, 0), (0, max(0, width - K - 1))))
         positions = jnp.maximum(state.length - 1, 0)[:, None] + jnp.arange(width, dtype=jnp.int32)
         keep = jnp.broadcast_to(state.active[:, None], positions.shape)
         hidden, cache = model(tokens, Rows(positions, state.block_tables, keep), cache)
-        targets = sample(model.logits(hidden), positions + 1, state.sampling)
+        targets = sample(model.logits(hidden), positions + 1, sampling)
         return cache, jnp.pad(targets[:, : K + 1], ((0, 0), (0, max(0, K + 1 - width))))
 
     widths = shape.row_widths

@@ -4,7 +4,7 @@ The host stays one burst ahead of what it has read: burst n + 1 is on its way be
 device never waits for Python. A slot that ended in burst n is inactive in burst n + 1 and costs nothing there.
 """
 
-import atexit
+import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from .cache import create_cache
+from .cache import PagedCache, create_cache
 from .config import DraftConfig, EngineConfig, ModelConfig
 from .decode_loop import LENGTH, RUNNING, STOPPED, BurstOutput, BurstShape, DecodeState, create_state
 from .errors import UserError
@@ -28,6 +28,15 @@ from .scheduler import Scheduler
 from .sharding import ShardingRules
 
 _FINISH_REASONS = {STOPPED: "stop", LENGTH: "length"}
+
+
+@dataclass
+class _OnDevice:
+    """The newest cache and state; each program takes them and gives them back."""
+
+    cache: PagedCache
+    state: DecodeState
+    is_closing: bool = False
 
 
 @dataclass
@@ -55,26 +64,29 @@ class Engine:
         mesh: Mesh | None = None,
         rules: ShardingRules | None = None,
     ):
+        if mesh is not None:
+            (rules or ShardingRules()).check(mesh, model_config)
         self.config, self.draft = config, draft
         self._vocab_size = model_config.vocab_size
         self._max_pages = -(-config.max_model_len // config.page_size)
         num_tokens = config.num_kv_tokens or _default_kv_tokens(config)
         num_pages = 1 + -(-num_tokens // config.page_size)
         self.scheduler = Scheduler(config.max_num_seqs, num_pages, config.page_size)
-        self._cache = create_cache(model_config, num_pages, config.page_size, dtype, mesh, rules)
-        self._state = create_state(
+        cache = create_cache(model_config, num_pages, config.page_size, dtype, mesh, rules)
+        state = create_state(
             config.max_num_seqs, config.max_model_len + draft.num_tokens, self._max_pages, config.max_stop_ids,
             draft.num_tokens,
         )  # fmt: skip
         if mesh is not None:
-            self._state = jax.device_put(self._state, NamedSharding(mesh, PartitionSpec()))
+            state = jax.device_put(state, NamedSharding(mesh, PartitionSpec()))
         abstract = Decoder(abstract_weights(dtype, mesh, rules), model_config)
-        self.programs = Programs(abstract, self._cache, self._state, mesh)
+        self.programs = Programs(abstract, cache, state, mesh)
+        self._on_device = _OnDevice(cache, state)
         self._weights: list[jax.Array] = []
-        self._closed = False
         self._prefilling: Request | None = None
         self._in_flight: _Burst | None = None
-        atexit.register(_close, weakref.ref(self))
+        # A device that still computes while Python is torn down would end in a crash: wait for it before.
+        weakref.finalize(self, _wait, self._on_device)
 
     @property
     def has_work(self) -> bool:
@@ -84,69 +96,77 @@ class Engine:
         """Gives the engine its weights; they must be as its model config and dtype say."""
         self._weights = jax.tree.leaves(nnx.state(decoder))
 
-    def prepare(self, prompt_length: int, max_length: int, *, streams: bool) -> Iterator[Program]:
+    def prepare(self, prompt_length: int, max_length: int | None = None, *, streams: bool) -> Iterator[Program]:
         """The programs that a single request needs on its way from `prompt_length` to `max_length` tokens, in order.
 
-        They are not compiled yet: do that on other threads while the weights are being read.
+        Without `max_length`, as far as its first two bursts can go: both are on their way before the first is read.
+        The programs are not compiled yet: do that on other threads while the weights are being read.
         """
         for start, count, size in self._chunks(0, prompt_length - 1):
             yield self.programs.prefill(size, self._page_bucket(start + count))
         growth = self._rounds(streams) * (self.draft.num_tokens + 1)
         longest = prompt_length
+        max_length = min(max_length or prompt_length + 2 * growth, self.config.max_model_len)
         while longest < max_length:
             longest = min(longest + growth, max_length)
             yield self.programs.burst(self._burst_shape(1, longest))
+        yield self.programs.insert()
 
     def add(self, request: Request) -> None:
-        """Queues a request. Raises UserError for what could never run."""
-        limit = self.config.max_stop_ids
-        if len(request.stop_ids) > limit:
-            raise UserError(f"{len(request.stop_ids)} stop token ids: at most {limit} are possible")
+        """Queues a request. Raises UserError, as `check` does, for what could never run."""
+        self.check(request)
+        request.arrived = time.perf_counter()
+        self.scheduler.add(request)
+
+    def check(self, request: Request) -> None:
+        """Raises UserError for a request that could never run."""
+        if not 0 < len(request.prompt) < request.max_length <= self.config.max_model_len:
+            raise UserError(
+                f"a prompt of {len(request.prompt)} tokens that may grow to {request.max_length}: a prompt needs at least "
+                f"one token, and must leave room for one more within max_model_len {self.config.max_model_len}"
+            )
+        limit, count = self.config.max_stop_ids, len(request.stop_ids)
+        if count > limit:
+            raise UserError(f"{count} stop token ids (the model's own included): at most {limit} are possible")
         for name, ids in (("prompt", request.prompt), ("stop_token_ids", request.params.stop_token_ids)):
             for token in ids:
                 if not 0 <= token < self._vocab_size:
                     raise UserError(f"{name} has token id {token}: the vocabulary has ids 0 to {self._vocab_size - 1}")
-        self.scheduler.add(request)
+        self.scheduler.check(request)
 
     def abort(self, request: Request) -> None:
         """Ends a request early; its slot and pages are free at once. Nothing happens if it has ended."""
-        if not request.is_finished and not self._closed:
+        if not request.is_finished and not self._on_device.is_closing:
             request.finish_reason = "abort"
             self._retire(request, on_device=True)
-
-    def close(self) -> None:
-        """Waits for what the device still does; afterwards the engine is of no use."""
-        if not self._closed:
-            self._closed, self._in_flight = True, None
-            jax.block_until_ready(self._state)
 
     def step(self) -> list[Request]:
         """Schedule, dispatch, collect. Returns the requests with news."""
         self._prefill()
-        burst = self._dispatch()
-        changed = self._collect(self._in_flight) if self._in_flight else []
-        self._in_flight = burst
-        return changed
+        previous, self._in_flight = self._in_flight, self._dispatch()
+        return self._collect(previous) if previous else []
 
     # --- schedule -----------------------------------------------------------------------------------------------------
 
     def _prefill(self) -> None:
-        """Admits and prefills. While others decode, one chunk at a time, so that their tokens keep coming."""
+        """Admits and prefills. While someone streams, one chunk at a time, so that their tokens keep coming."""
         while True:
             if self._prefilling is None:
                 self._prefilling = self.scheduler.admit()
                 if self._prefilling is None:
                     return
             request = self._prefilling
-            others_decode = len(self.scheduler.running) > 1 and self._in_flight is not None
+            someone_waits = self._in_flight is not None and any(
+                other.streams for other in self.scheduler.running.values() if other is not request
+            )
             while request.num_prefilled < len(request.prompt) - 1:
                 self._prefill_chunk(request)
-                if others_decode:
+                if someone_waits:
                     break
             if request.num_prefilled >= len(request.prompt) - 1:
                 self._insert(request)
                 self._prefilling = None
-            if others_decode:
+            if someone_waits:
                 return
 
     def _prefill_chunk(self, request: Request) -> None:
@@ -154,8 +174,13 @@ class Engine:
         tokens = np.zeros(size, np.int32)
         tokens[:count] = request.prompt[start : start + count]
         num_pages = self._page_bucket(start + count)
-        self._cache = self.programs.prefill(size, num_pages)(
-            self._weights, self._cache, tokens, np.int32(start), np.int32(count), self._block_table(request)[:num_pages]
+        self._on_device.cache = self.programs.prefill(size, num_pages)(
+            self._weights,
+            self._on_device.cache,
+            tokens,
+            np.int32(start),
+            np.int32(count),
+            self._block_table(request)[:num_pages],
         )
         request.num_prefilled += count
 
@@ -169,7 +194,7 @@ class Engine:
             start += count
 
     def _insert(self, request: Request) -> None:
-        params, state = request.params, self._state
+        params, state = request.params, self._on_device.state
 
         def array(value: Any, dtype: type = np.int32, size: int | None = None, fill: int = 0) -> Any:
             if size is None:
@@ -186,7 +211,7 @@ class Engine:
             stop_ids=array(request.stop_ids, size=self.config.max_stop_ids, fill=-1),
             sampling=SamplingState(
                 temperature=array(params.temperature, np.float32),
-                top_k=array(max(params.top_k, 0)),
+                top_k=array(min(max(params.top_k, 0), self._vocab_size)),
                 top_p=array(params.top_p, np.float32),
                 min_p=array(params.min_p, np.float32),
                 seed=array([request.seed >> 32, request.seed & 0xFFFFFFFF], np.uint32),
@@ -195,7 +220,7 @@ class Engine:
             drafted=array(0),
             accepted=array([0] * self.draft.num_tokens),
         )
-        self._state = self.programs.insert()(state, np.int32(request.slot), row)
+        self._on_device.state = self.programs.insert()(state, np.int32(request.slot), row)
 
     def _block_table(self, request: Request) -> Any:
         table = np.zeros(self._max_pages, np.int32)
@@ -211,9 +236,9 @@ class Engine:
         rounds = self._rounds(any(request.streams for request in live.values()))
         growth = rounds * (self.draft.num_tokens + 1)
         longest = max(self._longest(slot, request, growth) for slot, request in live.items())
-        self._cache, self._state, output = self.programs.burst(self._burst_shape(max(live) + 1, longest))(
-            self._weights, self._cache, self._state, np.int32(rounds)
-        )
+        self._on_device.cache, self._on_device.state, output = self.programs.burst(
+            self._burst_shape(max(live) + 1, longest)
+        )(self._weights, self._on_device.cache, self._on_device.state, np.int32(rounds))
         for array in jax.tree.leaves(output):
             array.copy_to_host_async()
         return _Burst(output, live, growth)
@@ -223,12 +248,14 @@ class Engine:
 
     def _burst_shape(self, num_slots: int, longest: int) -> BurstShape:
         num_slots = min(_power_of_two(num_slots), self.config.max_num_seqs)
+        widths = _row_widths(self.draft.num_tokens, num_slots, jax.default_backend())
         return BurstShape(
             draft=self.draft,
             num_slots=num_slots,
             num_pages=self._page_bucket(longest),
             rounds_capacity=max(self._rounds(True), self._rounds(False)),
-            row_widths=_row_widths(self.draft.num_tokens, num_slots, jax.default_backend()),
+            row_widths=widths,
+            num_weak_drafts=min(widths[0] - 1, self.draft.num_tokens),
         )
 
     def _longest(self, slot: int, request: Request, growth: int) -> int:
@@ -246,7 +273,12 @@ class Engine:
     # --- collect ------------------------------------------------------------------------------------------------------
 
     def _collect(self, burst: _Burst) -> list[Request]:
-        out: BurstOutput = jax.tree.map(np.asarray, burst.output)
+        try:
+            out = _to_host(burst.output)
+        except BaseException:  # interrupted while waiting: what these requests have got is lost, so they end
+            for request in burst.requests.values():
+                self.abort(request)
+            raise
         changed = []
         for slot, request in burst.requests.items():
             if request.is_finished:
@@ -264,14 +296,18 @@ class Engine:
         if self._prefilling is request:
             self._prefilling = None
         elif on_device and request.slot >= 0:
-            self._state = self.programs.deactivate()(self._state, np.int32(request.slot))
+            self._on_device.state = self.programs.deactivate()(self._on_device.state, np.int32(request.slot))
         self.scheduler.release(request)
 
 
-def _close(engine: "weakref.ref[Engine]") -> None:
-    """At exit: a device that still computes while Python is torn down would end in a crash."""
-    if (alive := engine()) is not None:
-        alive.close()
+def _to_host(output: BurstOutput) -> Any:
+    """Waits for a burst, and its output as NumPy arrays."""
+    return jax.tree.map(np.asarray, output)
+
+
+def _wait(on_device: _OnDevice) -> None:
+    on_device.is_closing = True
+    jax.block_until_ready((on_device.cache, on_device.state))
 
 
 def _row_widths(num_draft_tokens: int, num_slots: int, platform: str) -> tuple[int, ...]:

@@ -1,9 +1,10 @@
 """`LLM`: the offline API. Text, token ids or chat messages in; text out, whole or as it grows."""
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, cast
+from numbers import Integral
+from typing import Any
 
 from jax.sharding import Mesh
 
@@ -26,6 +27,8 @@ _DEFAULT_MODEL_LEN = 8192
 class LLM:
     """A model that generates text, several tokens per pass, with exactly the text that plain decoding gives.
 
+    Not thread-safe. Streams and calls of `generate` may be interleaved on one thread: they share the device.
+
     Args:
       model: built-in name, Hugging Face folder, `.gguf` file, or hub id.
       draft: who proposes tokens: "auto", "ngram" or "none".
@@ -33,7 +36,8 @@ class LLM:
       dtype: of weights, activations and cache: "bfloat16" or "float32".
       max_model_len: longest prompt and answer together, in tokens; by default the model's own limit, at most 8192.
       max_num_seqs: sequences that run at the same time.
-      num_kv_tokens: room of the cache in tokens over all sequences; by default enough for the longest one.
+      num_kv_tokens: room of the cache in tokens over all sequences; by default enough for the longest one, and for
+        `max_num_seqs` of them up to 16,384 tokens.
       rounds_per_burst: rounds that the device runs before the host looks again, where nobody streams.
       warm_up: a prompt like the first one to come: what it needs is compiled while the weights are read.
       mesh, rules: devices to shard over; `ShardingRules()` puts heads, feed-forward and vocabulary on axis "tp".
@@ -76,13 +80,16 @@ class LLM:
         self.engine = Engine(files.config, draft_config, engine_config, dtype, mesh, rules)
         with ThreadPoolExecutor(1) as compiler:
             compiling = []
-            if warm_up is not None:
-                length = len(self._prompt_ids(warm_up, parse_special=False))
-                programs = self.engine.prepare(length, length + 1, streams=True)
+            length = 0 if warm_up is None else len(self._encode(warm_up, parse_special=False))
+            if 0 < length < engine_config.max_model_len:
+                programs = self.engine.prepare(length, streams=True)
                 compiling = [compiler.submit(program.compile) for program in programs]
-            self.engine.load(files.load(dtype=dtype, mesh=mesh, rules=rules))
-            for future in compiling:
-                future.result()
+            try:
+                self.engine.load(files.load(dtype=dtype, mesh=mesh, rules=rules))
+                for future in compiling:
+                    future.result()
+            finally:
+                compiler.shutdown(cancel_futures=True)
 
     def generate(
         self,
@@ -96,7 +103,7 @@ class LLM:
         A prompt is a string, a list of token ids, or a list of chat messages. `params` is one for all or one each.
         Control tokens inside strings are ordinary text unless `parse_special`.
         """
-        many = [cast(Prompt, prompts)] if _is_one_prompt(prompts) else list(cast(Sequence[Prompt], prompts))
+        many = _as_list(prompts)
         each = [params or SamplingParams()] * len(many) if isinstance(params, SamplingParams | None) else list(params)
         if len(each) != len(many):
             raise UserError(f"{len(many)} prompts came with {len(each)} SamplingParams: give one for all or one each")
@@ -115,17 +122,25 @@ class LLM:
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, parse_special: bool = False
     ) -> Iterator[RequestOutput]:
-        """Yields the output as it grows, the finished one last. Closing the iterator ends the request."""
+        """Yields the output as it grows, the finished one last. Closing the iterator ends the request.
+
+        What cannot be used is refused at once; the request itself begins when the first output is asked for.
+        """
         request = self._request(prompt, params or SamplingParams(), parse_special)
         request.streams = True
-        self.engine.add(request)
+        self.engine.check(request)
         return self._run(request)
 
     def _run(self, request: Request) -> Iterator[RequestOutput]:
+        self.engine.add(request)
         try:
+            shown = 0
             while not request.is_finished:
-                if request in self.engine.step():
+                self.engine.step()
+                if request.num_committed > shown and not request.is_finished:
+                    shown = request.num_committed
                     yield request.snapshot()
+            yield request.snapshot()
         finally:
             self._abort([request])
 
@@ -134,17 +149,6 @@ class LLM:
             self.engine.abort(request)
 
     def _request(self, prompt: Prompt, params: SamplingParams, parse_special: bool) -> Request:
-        ids = self._prompt_ids(prompt, parse_special=parse_special)
-        return Request(
-            prompt=ids,
-            params=params,
-            tokenizer=self.tokenizer,
-            eos_token_ids=self.config.eos_token_ids,
-            max_length=min(len(ids) + params.max_tokens, self.engine.config.max_model_len),
-            seed=secrets.randbits(63) if params.seed is None else params.seed,
-        )
-
-    def _prompt_ids(self, prompt: Prompt, *, parse_special: bool) -> list[int]:
         ids = self._encode(prompt, parse_special)
         limit = self.engine.config.max_model_len
         if not ids:
@@ -154,21 +158,43 @@ class LLM:
                 f"the prompt has {len(ids)} tokens, max_model_len is {limit} and must hold at least one more: "
                 f"shorten the prompt or raise max_model_len (this model: up to {self.config.max_position})"
             )
-        return ids
+        return Request(
+            prompt=ids,
+            params=params,
+            tokenizer=self.tokenizer,
+            eos_token_ids=self.config.eos_token_ids,
+            max_length=min(len(ids) + params.max_tokens, self.engine.config.max_model_len),
+            seed=secrets.randbits(63) if params.seed is None else params.seed,
+        )
 
     def _encode(self, prompt: Prompt, parse_special: bool) -> list[int]:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt, parse_special=parse_special)
-        items: Sequence[Any] = list(prompt)
+        items: list[Any] = list(prompt)
         if items and all(isinstance(item, dict) for item in items):
             return self.tokenizer.encode_chat(items, parse_special=parse_special)
-        if all(isinstance(item, int) and not isinstance(item, bool) for item in items):
-            return items  # type: ignore[return-value]
-        raise UserError("a prompt is a string, a list of token ids, or a list of chat messages (dicts)")
+        if all(_is_id(item) for item in items):
+            return [int(item) for item in items]
+        raise UserError(f"a prompt is {_PROMPT_KINDS}; this one holds {_kinds(items)}")
 
 
-def _is_one_prompt(prompts: Any) -> bool:
+_PROMPT_KINDS = "a string, a list of token ids, or a list of chat messages (dicts)"
+
+
+def _is_id(item: Any) -> bool:
+    return isinstance(item, Integral) and not isinstance(item, bool)
+
+
+def _kinds(items: list[Any]) -> str:
+    return ", ".join(sorted({type(item).__name__ for item in items}))
+
+
+def _as_list(prompts: Any) -> list[Prompt]:
+    """One prompt or many, as many."""
     if isinstance(prompts, str):
-        return True
+        return [prompts]
+    if isinstance(prompts, dict | bytes) or not isinstance(prompts, Iterable):
+        raise UserError(f"a prompt is {_PROMPT_KINDS}, not {type(prompts).__name__}")
     items = list(prompts)
-    return bool(items) and all(isinstance(item, int | dict) for item in items)
+    is_one = bool(items) and (all(map(_is_id, items)) or all(isinstance(item, dict) for item in items))
+    return [items] if is_one else items

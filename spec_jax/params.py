@@ -18,12 +18,12 @@ class SamplingParams:
       min_p: keep tokens with at least this share of the best one's probability; 0 is off.
       seed: same seed, same text, whatever the drafts and the batch; None draws one.
       stop: text at which to end; neither it nor what follows is part of the text.
-      stop_token_ids: ids at which to end, besides the model's own end-of-text ids.
+      stop_token_ids: ids at which to end, besides the model's own end-of-text ids; the id itself is kept.
       ignore_eos: go on after the model's own end-of-text ids.
       skip_special_tokens: leave control tokens out of the text.
     """
 
-    max_tokens: int = 128
+    max_tokens: int = 256
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
@@ -35,6 +35,9 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
+        for field in ("stop", "stop_token_ids"):
+            value = getattr(self, field)
+            _require(isinstance(value, str | list | tuple), field, value, "a list")
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))

@@ -10,11 +10,11 @@ from .tokenizer import StreamDecoder, Tokenizer
 
 @dataclass(frozen=True)
 class RequestStats:
-    """Counters of one request. Rates need at least one token after the first burst; otherwise they are 0.
+    """Counters of one request.
 
-    `acceptance_length` is committed tokens per pass of the target. `accepted_per_position[i]` counts committed drafts
-    that stood at place i. `ttft_s` is the time to the first token, `tpot_s` the time per token after the first burst
-    (which can hold several tokens that come at once), `tokens_per_s` that of the whole request, prompt included.
+    `acceptance_length` is committed tokens per pass of the target. `accepted_per_position[i]` counts committed drafts that
+    stood at place i. `ttft_s` is the time to the first token. `tpot_s` is the time per token after the first burst, which
+    can hold several tokens that come at once; 0 where none came later. `tokens_per_s` is that of the whole request.
     """
 
     rounds: int = 0
@@ -30,7 +30,7 @@ class RequestStats:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """What has been generated so far. `finish_reason` is None while more is to come, then "stop" or "length".
+    """What has been generated so far. `finish_reason` is None while more is to come, then "stop", "length" or "abort".
 
     `stop_reason` is the stop string or the stop token id that ended the text; None for the model's own end of text.
     """
@@ -63,7 +63,7 @@ class Request:
     num_prefilled: int = 0
     num_committed: int = 0  # tokens that the device committed; a stop string can leave some of them unused
 
-    arrived: float = field(default_factory=time.perf_counter)
+    arrived: float = 0.0
     first_token_at: float = 0.0
     last_token_at: float = 0.0
     num_first: int = 0  # tokens that came with the first burst
@@ -93,7 +93,7 @@ class Request:
         else:
             if finish_reason is not None and not self._show(self._decoder.finish()):
                 self.finish_reason = finish_reason
-                if finish_reason == "stop" and self.output[-1] not in self.eos_token_ids:
+                if finish_reason == "stop" and self.output[-1] in self.params.stop_token_ids:
                     self.stop_reason = self.output[-1]
         if tokens:
             self.last_token_at = now

@@ -60,20 +60,23 @@ def process(logits: Array, params: SamplingState) -> Array:
     scores = logits / temperature[:, None, None]
     best = jnp.max(scores, axis=-1, keepdims=True)
     scores = jnp.where(scores >= best + jnp.log(params.min_p)[:, None, None], scores, -jnp.inf)
-    uses_threshold = jnp.any((params.top_k > 0) | (params.top_p < 1))
-    return jax.lax.cond(uses_threshold, lambda s: _cut(s, params), lambda s: s, scores)
+    # A greedy slot takes no part: its scores are not drawn from.
+    top_k = jnp.where(params.temperature > 0, params.top_k, 0)
+    top_p = jnp.where(params.temperature > 0, params.top_p, 1.0)
+    uses_threshold = jnp.any((top_k > 0) | (top_p < 1))
+    return jax.lax.cond(uses_threshold, lambda s: _cut(s, top_k, top_p), lambda s: s, scores)
 
 
-def _cut(scores: Array, params: SamplingState) -> Array:
-    """Top-k, then top-p of what is left. Equal scores at the edge are all kept.
+def _cut(scores: Array, top_k: Array, top_p: Array) -> Array:
+    """Top-k, then top-p of what is left, [B] each. Equal scores at the edge are all kept.
 
     Both cuts are a threshold on the score. It is read off the best `NUM_CANDIDATES` scores where they suffice, which
     depends on the row alone; otherwise it is found by bisection over the bits of a float, without sorting.
     """
     B, T, V = scores.shape
     rows = scores.reshape(B * T, V)
-    k = jnp.repeat(jnp.where(params.top_k > 0, jnp.minimum(params.top_k, V), V), T)
-    p = jnp.repeat(params.top_p, T)
+    k = jnp.repeat(jnp.where(top_k > 0, jnp.minimum(top_k, V), V), T)
+    p = jnp.repeat(top_p, T)
     num_candidates = min(NUM_CANDIDATES, V)
     candidates = jax.lax.top_k(rows, num_candidates)[0]  # descending
 

@@ -26,7 +26,7 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
-    def add(self, request: Request) -> None:
+    def check(self, request: Request) -> None:
         """Raises UserError when the request could never fit the cache."""
         needed, room = self._pages_for(request), self.blocks.num_pages - 1
         if needed > room:
@@ -34,6 +34,8 @@ class Scheduler:
                 f"the request may grow to {request.max_length} tokens, the cache holds {room * self._page_size}: "
                 f"lower max_tokens or raise num_kv_tokens"
             )
+
+    def add(self, request: Request) -> None:
         self.waiting.append(request)
 
     def admit(self) -> Request | None:

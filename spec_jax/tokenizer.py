@@ -1,6 +1,7 @@
 """Text to token ids and back: chat templates, control tokens inside user text, streaming that never cuts a character."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from datetime import datetime
 from typing import Any
 
 from jinja2 import TemplateError
@@ -24,16 +25,16 @@ class Tokenizer:
         self._named_tokens = named_tokens or {}
         self._special = {t.content: i for i, t in backend.get_added_tokens_decoder().items() if t.special}
 
-    @property
-    def vocab_size(self) -> int:
-        return self._backend.get_vocab_size(with_added_tokens=True)
-
     def encode(self, text: str, *, parse_special: bool = False, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`.
 
         With `parse_special` false, `<|im_end|>` and the like inside `text` are ordinary characters: user text cannot
         forge control tokens. `add_special_tokens` puts the model's own start token first, where it has one.
         """
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise UserError("the text holds bytes that are no UTF-8: give it as UTF-8") from None
         self._backend.encode_special_tokens = not parse_special
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
@@ -62,12 +63,18 @@ class Tokenizer:
     def _render(self, messages: Sequence[ChatMessage]) -> str:
         if self._template is None:
             raise UserError("this model has no chat template: give a plain prompt instead of chat messages")
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
         environment.globals["raise_exception"] = _raise_template_error
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         try:
             template = environment.from_string(self._template)
-            return template.render(messages=messages, add_generation_prompt=True, **self._named_tokens)
         except TemplateError as error:
+            raise UserError(f"this model's chat template cannot be read: {error}") from None
+        try:
+            return template.render(messages=messages, add_generation_prompt=True, **self._named_tokens)
+        except Exception as error:  # a template is a program: it may fail in any way
             raise UserError(f"the model's chat template refuses these messages: {error}") from None
 
 
@@ -75,8 +82,15 @@ def _raise_template_error(message: str) -> None:
     raise TemplateError(message)
 
 
-def _map_text(message: ChatMessage, change: Any) -> ChatMessage:
-    return {key: change(value) if isinstance(value, str) else value for key, value in message.items()}
+def _map_text(value: Any, change: Callable[[str], str]) -> Any:
+    """`value` with every string in it changed, at any depth: contents may be lists of parts."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: _map_text(part, change) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_map_text(part, change) for part in value]
+    return value
 
 
 def _replace_all(text: str, table: dict[str, str]) -> str:

@@ -47,6 +47,8 @@ def test_per_category_keeps_the_first_of_each(tmp_path):
         ("not json", "line 1 is no question"),
         ('{"question_id": 1}', "line 1 is no question"),
         ('{"question_id": 1, "category": "a", "turns": []}', "line 1 is no question"),
+        ('{"question_id": 1, "category": "a", "turns": "hello"}', "line 1 is no question"),
+        ('{"question_id": 1, "category": ["a"], "turns": ["hello"]}', "line 1 is no question"),
     ],
 )
 def test_a_file_that_is_no_dataset_is_named_with_the_line(tmp_path, content, message):
@@ -54,6 +56,16 @@ def test_a_file_that_is_no_dataset_is_named_with_the_line(tmp_path, content, mes
     dataset.write_text(content)
     with pytest.raises(UserError, match=message):
         read_questions(dataset)
+
+
+def test_two_equal_drafters_are_refused(tmp_path):
+    dataset = tmp_path / "questions.jsonl"
+    dataset.write_text(question(1, "qa"))
+    with pytest.raises(UserError, match="the same as draft"):
+        run_bench(
+            dataset=dataset, drafts=["none", "none"], model_options={}, params=SamplingParams(), per_category=None,
+            output=tmp_path,
+        )  # fmt: skip
 
 
 def test_a_missing_dataset_is_named(tmp_path):

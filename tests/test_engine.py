@@ -210,4 +210,11 @@ def test_a_wrong_weight_shape_never_reaches_a_program(tiny_decoder):
     engine = make_engine(tiny_decoder)
     program = engine.programs.prefill(8, 8)
     with pytest.raises(TypeError, match=r"compiled for|incompatible|differ"):
-        program(engine._weights, engine._cache, np.zeros(9, np.int32), np.int32(0), np.int32(1), np.zeros(8, np.int32))
+        program(
+            engine._weights,
+            engine._on_device.cache,
+            np.zeros(9, np.int32),
+            np.int32(0),
+            np.int32(1),
+            np.zeros(8, np.int32),
+        )

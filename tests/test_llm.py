@@ -2,6 +2,7 @@
 
 import itertools
 
+import numpy as np
 import pytest
 
 from spec_jax import LLM, SamplingParams, UserError
@@ -137,6 +138,7 @@ def test_one_bad_prompt_among_many_stops_the_call_but_not_the_engine(llm):
         ({"max_model_len": 1000}, "max_model_len is 1000: this model was trained for at most 256"),
         ({"max_model_len": 1}, "max_model_len is 1"),
         ({"max_num_seqs": 0}, "max_num_seqs is 0"),
+        ({"rounds_per_burst": 0}, "rounds_per_burst is 0: allowed is an integer >= 1"),
     ],
 )
 def test_options_out_of_range_are_named_with_their_limits(tiny_folder, options, message):
@@ -150,6 +152,7 @@ def test_options_out_of_range_are_named_with_their_limits(tiny_folder, options, 
         ("max_tokens", 0), ("max_tokens", -3), ("max_tokens", 1.5), ("temperature", -0.1),
         ("temperature", float("nan")), ("top_p", 0.0), ("top_p", 1.1), ("min_p", -0.1), ("min_p", 1.5), ("top_k", -2),
         ("top_k", 0.5), ("seed", -1), ("seed", 2**64), ("stop", ""), ("stop", ("ok", "")), ("stop_token_ids", (-1,)),
+        ("stop", None), ("stop_token_ids", 5),
     ],
 )  # fmt: skip
 def test_sampling_parameters_out_of_range_are_named(field, value):
@@ -167,3 +170,75 @@ def test_bfloat16_differs_from_plain_decoding_only_at_near_ties(tiny_folder):
     prompts = ["hello", "abcabcabc", "zz"]
     pairs = zip(plain.generate(prompts, FREE), drafted.generate(prompts, FREE), strict=True)
     assert sum(a.token_ids[:8] == b.token_ids[:8] for a, b in pairs) >= 2
+
+
+def test_two_streams_and_a_call_between_them_all_get_their_whole_text(llm):
+    expected = [llm.generate(prompt, FREE)[0] for prompt in ("hello", "abab")]
+    first, second = llm.stream("hello", FREE), llm.stream("abab", FREE)
+    next(first)
+    llm.generate("in between", FREE)
+    together = list(itertools.zip_longest(first, second))
+    for place, whole in enumerate(expected):
+        last = [outputs[place] for outputs in together if outputs[place] is not None][-1]
+        assert last.token_ids == whole.token_ids
+        assert last.finish_reason == "length"
+
+
+def test_a_stream_that_is_never_read_holds_nothing(llm):
+    stream = llm.stream("hello", FREE)
+    assert not llm.engine.scheduler.has_work
+    del stream
+    assert len(llm.generate("ok", SamplingParams(max_tokens=3, ignore_eos=True))[0].token_ids) == 3
+
+
+def test_a_stream_refuses_a_bad_prompt_at_once(llm):
+    with pytest.raises(UserError, match="the prompt is empty"):
+        llm.stream("")
+
+
+@pytest.mark.parametrize("prompts", [{"role": "user", "content": "x"}, b"abc", 7, None])
+def test_what_is_no_prompt_is_refused_with_its_type(llm, prompts):
+    with pytest.raises(UserError, match=f"not {type(prompts).__name__}"):
+        llm.generate(prompts)
+
+
+def test_prompts_may_come_from_a_generator_and_ids_from_numpy(llm):
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
+    assert len(llm.generate((p for p in ("a", "b")), params)) == 2
+    [by_array] = llm.generate(np.array([70, 71]), params)
+    [by_list] = llm.generate([70, 71], params)
+    assert by_array.token_ids == by_list.token_ids
+
+
+def test_text_that_is_no_utf8_is_refused(llm):
+    with pytest.raises(UserError, match="no UTF-8"):
+        llm.generate("a\udcff")
+
+
+def test_a_huge_top_k_keeps_everything(llm):
+    wide, off = (SamplingParams(max_tokens=9, temperature=1.0, seed=1, top_k=k) for k in (3_000_000_000, 0))
+    assert llm.generate("x", wide)[0].token_ids == llm.generate("x", off)[0].token_ids
+
+
+def test_an_interrupted_call_leaves_the_engine_usable(llm, monkeypatch):
+    [expected] = llm.generate("hello", FREE)
+    stream = llm.stream("hello", FREE)
+    next(stream)
+
+    def interrupt(*_):
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("spec_jax.engine._to_host", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate("abab", FREE)
+    assert list(stream)[-1].finish_reason == "abort"
+    assert llm.generate("hello", FREE)[0].token_ids == expected.token_ids
+    assert not llm.engine.scheduler.running
+
+
+def test_a_stop_id_that_is_also_the_end_of_text_is_reported_when_the_user_asked_for_it(tiny_folder, llm):
+    [free] = llm.generate("hello", FREE)
+    stop = free.token_ids[3]
+    [output] = llm.generate("hello", SamplingParams(max_tokens=40, ignore_eos=True, stop_token_ids=[stop]))
+    assert output.stop_reason == stop

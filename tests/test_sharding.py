@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from spec_jax.cache import create_cache
 from spec_jax.config import DraftConfig, EngineConfig
@@ -52,6 +53,13 @@ def test_sharded_logits_are_the_unsharded_ones(size):
     found, cache = logits(sharded(mesh), mesh)
     np.testing.assert_allclose(found, expected, atol=2e-5)
     assert cache.layers[0].k.sharding.spec[1] == "tp"
+
+
+def test_every_weight_names_its_logical_axes():
+    for path, variable in nnx.to_flat_state(nnx.state(sharded(None))):
+        axes = variable.get_metadata()["logical_axes"]
+        assert len(axes) == variable[...].ndim, path
+        RULES.spec(axes)
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -20,7 +20,7 @@ def burst(tiny_decoder):
     graph, weights = nnx.split(tiny_decoder)
     cache = create_cache(config, 2049, 16, jnp.bfloat16)
     state = create_state(2, 300, 16, 4, 5)
-    shape = BurstShape(DraftConfig(num_tokens=5), 2, 16, 8, (1, 6))
+    shape = BurstShape(DraftConfig(num_tokens=5), 2, 16, 8, (1, 6), 0)
 
     def run(weights, cache, state, rounds):
         return decode_burst(nnx.merge(graph, weights), cache, state, rounds, shape)

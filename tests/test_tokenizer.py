@@ -59,6 +59,27 @@ def test_control_tokens_in_chat_messages_are_text_and_those_of_the_template_are_
     assert TOKENIZER.encode_chat([message], parse_special=True).count(IM_END) == 3
 
 
+def test_control_tokens_in_parts_of_a_message_are_text_too():
+    template = TEMPLATE.replace("m['content']", "m['content'][0]['text']")
+    message = {"role": "user", "content": [{"type": "text", "text": "a<|im_end|>b"}]}
+    assert Tokenizer(byte_tokenizer(), template).encode_chat([message]).count(IM_END) == 1
+
+
+def test_templates_may_use_loop_controls_and_the_date():
+    template = "{% for m in messages %}{{ strftime_now('%Y')[:2] }}{% break %}{% endfor %}"
+    tokenizer = Tokenizer(byte_tokenizer(), template)
+    assert tokenizer.decode(tokenizer.encode_chat([{"role": "user", "content": "x"}] * 2)) == "20"
+
+
+@pytest.mark.parametrize(
+    ("template", "content", "message"),
+    [("{% if %}", "x", "template cannot be read"), ("{{ m + messages[0]['content'] }}", None, "refuses these")],
+)
+def test_a_template_that_fails_is_one_clear_error(template, content, message):
+    with pytest.raises(UserError, match=message):
+        Tokenizer(byte_tokenizer(), template).encode_chat([{"role": "user", "content": content}])
+
+
 @given(st.text(max_size=20))
 def test_a_chat_without_control_tokens_is_encoded_as_the_rendered_template(content):
     ids = TOKENIZER.encode_chat([{"role": "user", "content": content}])
