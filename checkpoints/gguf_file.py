@@ -133,12 +133,19 @@ class GGUFFile:
         return values
 
     def _string(self) -> str:
-        (length,) = self._unpack("Q")
-        if self._at + length > len(self._data):
-            raise IndexError
-        text = self._data[self._at : self._at + length].decode()
-        self._at += length
-        return text
+        return self._strings(1)[0]
+
+    def _strings(self, count: int) -> list[str]:
+        """In one loop without a call per string: there are two for every token of the vocabulary."""
+        data, at, end, texts = self._data, self._at, len(self._data), []
+        for _ in range(count):
+            start = at + 8
+            at = start + int.from_bytes(data[at:start], "little")
+            if start > end or at > end:
+                raise IndexError
+            texts.append(data[start:at].decode())
+        self._at = at
+        return texts
 
     def _value(self, kind: int) -> Any:
         if kind == _STRING:
@@ -147,6 +154,8 @@ class GGUFFile:
             item, length = self._unpack("IQ")
             if item in _SCALARS:
                 return list(self._unpack(f"{length}{_SCALARS[item]}"))
+            if item == _STRING:
+                return self._strings(length)
             return [self._value(item) for _ in range(length)]
         if kind not in _SCALARS:
             raise IndexError

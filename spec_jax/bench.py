@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -182,7 +183,10 @@ def _row(category: str, draft: str, outputs: Sequence[RequestOutput]) -> Row:
 def _table(rows: Sequence[Row], drafts: Sequence[str]) -> Table:
     """One line per category; where two drafters are compared, their figures stand in one cell, in order."""
     table = Table(
-        title=f"draft: {' / '.join(drafts)}", caption="AL: tokens per pass of the target; TPOT: time per token"
+        title=f"draft: {' / '.join(drafts)}",
+        caption="AL: tokens per pass of the target; TPOT: time per token",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
     )
     table.add_column("category", no_wrap=True)
     for name in ("AL", "TPOT ms", "tok/s", "TTFT ms"):
@@ -224,6 +228,7 @@ def _plot(rows: Sequence[Row], drafts: Sequence[str], path: Path) -> bool:
     axes.set_xlabel("milliseconds per token")
     axes.set_title("Time per token by category (labels: tokens per pass of the target)")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(title="draft", frameon=False)
+    axes.margins(x=0.12)
+    figure.legend(title="draft", frameon=False, loc="outside right upper")
     figure.savefig(path, dpi=120)
     return True

@@ -3,6 +3,7 @@
 A user's mistake ends in one line on standard error and exit code 2, never in a traceback.
 """
 
+import gc
 import json
 import os
 import sys
@@ -106,6 +107,7 @@ def main(arguments: list[str] | None = None) -> None:
     if (sys.argv[1:] if arguments is None else arguments) == ["--version"]:
         print(f"spec-jax {__version__}")
         return
+    gc.disable()  # importing and tracing make millions of objects that stay: collecting takes a second of the start
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's notes about its own cache are not for users
     try:
         command = tyro.cli(
@@ -152,6 +154,8 @@ def _generate(command: Generate) -> None:
     from .llm import LLM
 
     llm = LLM(**vars(command.options), max_num_seqs=1, warm_up=None if command.parse_special else prompt)
+    gc.freeze()
+    gc.enable()
     shown = 0
     for output in llm.stream(prompt, params, parse_special=command.parse_special):
         if not command.json:
@@ -182,6 +186,7 @@ def _read_prompt() -> str:
 def _bench(command: Bench) -> None:
     from .bench import run_bench
 
+    gc.enable()
     run_bench(
         dataset=command.dataset,
         drafts=[command.options.draft, *([command.compare] if command.compare else [])],

@@ -128,24 +128,21 @@ class StreamDecoder:
         self._ids: list[int] = []
         self._shown = 0  # ids before this index are text already given out
         self._context = 0  # ids from here to `_shown` are decoded along
+        self._before = ""  # their text
 
     def push(self, token: int) -> str:
         """The text that `token` completes; empty while a character is unfinished."""
         self._ids.append(token)
-        before, text = self._pair()
+        before, text = self._before, self._decode(self._context)
         if len(text) <= len(before) or text.endswith("\ufffd"):
             return ""
         self._context, self._shown = self._shown, len(self._ids)
+        self._before = self._decode(self._context)
         return text[len(before) :]
 
     def finish(self) -> str:
         """What is left at the end, broken characters included."""
-        before, text = self._pair()
-        self._shown = len(self._ids)
-        return text[len(before) :]
+        return self._decode(self._context)[len(self._before) :]
 
-    def _pair(self) -> tuple[str, str]:
-        def decode(ids: list[int]) -> str:
-            return self._tokenizer.decode(ids, skip_special_tokens=self._skip)
-
-        return decode(self._ids[self._context : self._shown]), decode(self._ids[self._context :])
+    def _decode(self, start: int) -> str:
+        return self._tokenizer.decode(self._ids[start:], skip_special_tokens=self._skip)
