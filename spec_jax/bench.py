@@ -203,7 +203,7 @@ def _table(rows: Sequence[Row], drafts: Sequence[str]) -> Table:
             " / ".join(f"{row.ttft_ms:.0f}" for row in group),
         ]
         if len(drafts) > 1:
-            cells.append(f"{group[1].tpot_ms / group[0].tpot_ms:.2f} x" if group[0].tpot_ms else "")
+            cells.append(f"{group[1].tpot_ms / group[0].tpot_ms:.2f}x" if group[0].tpot_ms else "")
         table.add_row(*cells, end_section=i + 2 * len(drafts) == len(rows))
     return table
 
