@@ -72,7 +72,7 @@ def _assemble(reader: TensorReader, path: str, dtype: np.dtype) -> np.ndarray:
     fused = part.removesuffix(".bias")
     kind = "weight" if fused == part else "bias"
     if fused == "mlp.gate_up":
-        return np.stack([read(f"{prefix}mlp.{name}_proj.{kind}") for name in ("gate", "up")])
+        return np.stack([read(f"{prefix}mlp.{name}_proj.{kind}") for name in ("gate", "up")], axis=1)
     assert fused == "attention.qkv", path
     return _fuse_qkv([read(f"{prefix}self_attn.{name}_proj.{kind}") for name in "qkv"], reader.config)
 

@@ -26,8 +26,8 @@ def hf_weights(decoder: Decoder) -> dict[str, np.ndarray]:
             at + "self_attn.v_proj.weight": grouped[:, -1].reshape(-1, c.hidden_size),
             at + "self_attn.o_proj.weight": np.asarray(block.attention.output.weight[...]),
             at + "post_attention_layernorm.weight": np.asarray(block.mlp_norm.weight[...]),
-            at + "mlp.gate_proj.weight": np.asarray(block.mlp.gate_up[...])[0],
-            at + "mlp.up_proj.weight": np.asarray(block.mlp.gate_up[...])[1],
+            at + "mlp.gate_proj.weight": np.asarray(block.mlp.gate_up[...])[:, 0],
+            at + "mlp.up_proj.weight": np.asarray(block.mlp.gate_up[...])[:, 1],
             at + "mlp.down_proj.weight": np.asarray(block.mlp.down.weight[...]),
         }
     return weights

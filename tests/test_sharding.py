@@ -1,5 +1,6 @@
 """Tensor parallelism over virtual devices gives the unsharded logits, and the same text through the whole engine."""
 
+import re
 from dataclasses import replace
 
 import jax
@@ -33,17 +34,16 @@ def sharded(mesh) -> Decoder:
     return Decoder(lambda path, shape, axes: place(np.asarray(values(path, shape, axes)), axes, mesh, RULES), WIDE)
 
 
-def logits(decoder, mesh=None):
-    cache = create_cache(WIDE, 5, 8, jnp.float32, mesh, RULES)
+@jax.jit
+def run_pass(decoder, cache):
     tokens = jnp.arange(20, dtype=jnp.int32)[None] * 7 % 260
     rows = Rows(jnp.arange(20)[None], jnp.array([[4, 2, 1]]), jnp.ones((1, 20), bool))
+    hidden, cache = decoder(tokens, rows, cache)
+    return decoder.logits(hidden), cache
 
-    @jax.jit
-    def run(decoder, cache):
-        hidden, cache = decoder(tokens, rows, cache)
-        return decoder.logits(hidden), cache
 
-    return run(decoder, cache)
+def logits(decoder, mesh=None):
+    return run_pass(decoder, create_cache(WIDE, 5, 8, jnp.float32, mesh, RULES))
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -75,6 +75,19 @@ def test_every_matrix_is_really_split(size):
     ):
         shard = weight[...].addressable_shards[0].data
         assert shard.size * size == weight[...].size
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_no_pass_gathers_a_weight(size):
+    """Each device multiplies by its own share: the collectives of a pass move activations only."""
+    mesh = mesh_of(size)
+    text = run_pass.lower(sharded(mesh), create_cache(WIDE, 5, 8, jnp.float32, mesh, RULES)).compile().as_text()
+    gathered = [line for line in text.splitlines() if " all-gather(" in line or " all-to-all(" in line]
+    weights = (WIDE.ffn_size * WIDE.hidden_size, WIDE.hidden_size**2, WIDE.vocab_size * WIDE.hidden_size)
+    for line in gathered:
+        shape = re.search(r"= \w+\[([\d,]*)\]", line)
+        assert shape is not None, line
+        assert np.prod([int(n) for n in shape[1].split(",")]) < min(weights), line
 
 
 def test_the_whole_engine_gives_the_same_text_on_a_mesh():

@@ -65,23 +65,24 @@ class Attention(nnx.Module):
 
 
 class SwiGLU(nnx.Module):
-    """`down(silu(gate x) * up x)` (arXiv 2002.05202); gate and up are one weight [2, F, D], read as one matrix.
+    """`down(silu(gate x) * up x)` (arXiv 2002.05202); gate and up are one weight [F, 2, D], read as one matrix.
 
-    (A contraction over the three-axis weight would make XLA:CPU transpose it first.)
+    (A contraction over the three-axis weight would make XLA:CPU transpose it first. F stands first, so that a share of it
+    is a share of the matrix's rows: with 2 first, every device would gather the whole weight in every pass.)
     """
 
     def __init__(self, source: WeightSource, path: str, config: ModelConfig):
         F, D = config.ffn_size, config.hidden_size
-        self.gate_up = declare(source, f"{path}.gate_up", (2, F, D), (None, "ffn", "embed"))
-        self.gate_up_bias = declare(source, f"{path}.gate_up.bias", (2, F), (None, "ffn")) if config.mlp_bias else None
+        self.gate_up = declare(source, f"{path}.gate_up", (F, 2, D), ("ffn", None, "embed"))
+        self.gate_up_bias = declare(source, f"{path}.gate_up.bias", (F, 2), ("ffn", None)) if config.mlp_bias else None
         self.down = Linear(source, f"{path}.down", F, D, ("embed", "ffn"), config.mlp_bias)
 
     def __call__(self, x: Array) -> Array:  # [R, D] -> [R, D]
-        _, F, D = self.gate_up.shape
-        y = jnp.einsum("rd,od->ro", x, self.gate_up[...].reshape(2 * F, D)).reshape(-1, 2, F)
+        F, _, D = self.gate_up.shape
+        y = jnp.einsum("rd,od->ro", x, self.gate_up[...].reshape(2 * F, D)).reshape(-1, F, 2)
         if self.gate_up_bias is not None:
             y = y + self.gate_up_bias[...]
-        return self.down(jax.nn.silu(y[:, 0]) * y[:, 1])
+        return self.down(jax.nn.silu(y[:, :, 0]) * y[:, :, 1])
 
 
 class Block(nnx.Module):
