@@ -163,7 +163,7 @@ class LLM:
             params=params,
             tokenizer=self.tokenizer,
             eos_token_ids=self.config.eos_token_ids,
-            max_length=min(len(ids) + params.max_tokens, self.engine.config.max_model_len),
+            max_length=min(len(ids) + params.max_tokens, limit),
             seed=secrets.randbits(63) if params.seed is None else params.seed,
         )
 

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from spec_jax import LLM, SamplingParams, UserError
+from spec_jax import LLM, RequestOutput, SamplingParams, UserError
 
 FREE = SamplingParams(max_tokens=40, ignore_eos=True)
 
@@ -53,16 +53,25 @@ def test_a_stream_that_is_closed_early_frees_its_slot(llm):
     assert not llm.engine.scheduler.has_work
 
 
+def text_with_stops(model: LLM) -> tuple[dict, RequestOutput, list[str]]:
+    """A text of the random model with plain pieces of three characters to stop at, in order, and how to get it again."""
+    for seed in range(300):
+        options = {"max_tokens": 40, "ignore_eos": True, "temperature": 1.0, "seed": seed}
+        [free] = model.generate("hello", SamplingParams(**options))
+        pieces = [(i, free.text[i : i + 3]) for i in range(4, len(free.text) - 3)]
+        stops = [s for i, s in pieces if s.isascii() and s.isprintable() and free.text.find(s) == i]
+        if len(stops) >= 2:
+            return options, free, stops
+    raise AssertionError("no text of the random model has two such pieces")
+
+
 @pytest.mark.parametrize("k", [0, 3])
 def test_a_stop_string_cuts_the_text_exactly_and_never_shows_a_part_of_itself(tiny_folder, llm, k):
     model = llm if k else LLM(str(tiny_folder), dtype="float32", draft="none", max_num_seqs=1)
-    [free] = model.generate("hello", FREE)
-    stop = next(s for i in range(4, 30) if (s := free.text[i : i + 3]).isprintable() and "\ufffd" not in s)
+    options, free, [stop, *_] = text_with_stops(model)
     at = free.text.find(stop)
-    pieces = [
-        output.text for output in model.stream("hello", SamplingParams(max_tokens=40, ignore_eos=True, stop=stop))
-    ]
-    [output] = model.generate("hello", SamplingParams(max_tokens=40, ignore_eos=True, stop=["never there", stop]))
+    pieces = [output.text for output in model.stream("hello", SamplingParams(**options, stop=stop))]
+    [output] = model.generate("hello", SamplingParams(**options, stop=["never there", stop]))
     assert output.text == pieces[-1] == free.text[:at]
     assert (output.finish_reason, output.stop_reason) == ("stop", stop)
     assert output.token_ids == free.token_ids[: len(output.token_ids)]
@@ -72,11 +81,9 @@ def test_a_stop_string_cuts_the_text_exactly_and_never_shows_a_part_of_itself(ti
 
 
 def test_the_earliest_stop_string_wins(llm):
-    [free] = llm.generate("hello", FREE)
-    [output] = llm.generate(
-        "hello", SamplingParams(max_tokens=40, ignore_eos=True, stop=[free.text[20:22], free.text[5:7]])
-    )
-    assert output.text == free.text[: free.text.find(free.text[5:7])]
+    options, free, stops = text_with_stops(llm)
+    [output] = llm.generate("hello", SamplingParams(**options, stop=[stops[-1], stops[0]]))
+    assert output.text == free.text[: free.text.find(stops[0])]
 
 
 def test_the_same_seed_gives_the_same_text_and_no_seed_a_new_one(llm):
