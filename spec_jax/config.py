@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from .errors import UserError
 
 MAX_DRAFT_TOKENS = 16
+MAX_LOGPROBS = 20  # of the best tokens, as in the OpenAI API and vLLM
 DRAFT_METHODS = ("auto", "ngram", "none")
 
 
@@ -100,7 +101,8 @@ class EngineConfig:
     """Sizes of an engine. All array shapes follow from these, so they are fixed for its life.
 
     `num_kv_tokens` is the room of the cache in tokens, over all sequences. `rounds_per_burst` is how many rounds the
-    device runs before the host looks again; fewer rounds stream more smoothly.
+    device runs before the host looks again; fewer rounds stream more smoothly. `max_bad_words` counts forbidden sequences
+    of two to `max_bad_word_tokens` tokens; single tokens are not limited.
     """
 
     max_model_len: int
@@ -108,6 +110,8 @@ class EngineConfig:
     num_kv_tokens: int | None = None
     page_size: int = 16
     max_stop_ids: int = 16
+    max_bad_words: int = 64
+    max_bad_word_tokens: int = 8
     rounds_per_burst: int = 8
     rounds_per_burst_streaming: int = 2
     prefill_chunks: tuple[int, ...] = (64, 256)

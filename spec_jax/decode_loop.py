@@ -1,9 +1,10 @@
 """The heart: draft, verify, accept, stop, commit, for many rounds, as ONE `lax.while_loop` that the host only starts.
 
 Letters in shapes: B slots, K drafts per round, T rows per slot and pass (the last token and its drafts), L tokens of room
-per slot, N pages per slot, S stop ids, V vocabulary.
+per slot, N pages per slot, S stop ids, V vocabulary, C most tokens that a burst can commit per slot.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,6 +15,8 @@ import numpy as np
 from .cache import PagedCache
 from .config import DraftConfig
 from .drafting import propose_ngram
+from .logits_processors import ProcessorState, RowText, process_logits
+from .logprobs import TokenLogprobs, empty_logprobs, token_logprobs
 from .models.decoder import Decoder, Rows
 from .sampling import SamplingState, sample
 
@@ -30,22 +33,42 @@ class DecodeState(NamedTuple):
     """
 
     tokens: Array  # [B, L] int32: prompt and output, also the n-gram table
+    prompt_length: Array  # [B] int32
     length: Array  # [B] int32: committed tokens
     max_length: Array  # [B] int32: where the slot must end
     block_tables: Array  # [B, N] int32: pages of the slot; 0 where it has none
     active: Array  # [B] bool
     finish: Array  # [B] int32: RUNNING, STOPPED or LENGTH
     stop_ids: Array  # [B, S] int32, -1 where unused
+    processors: ProcessorState
     sampling: SamplingState
+    wants_logprobs: Array  # [B] bool
     rounds: Array  # [B] int32: passes of the target for this slot
     drafted: Array  # [B] int32: drafts verified
     accepted: Array  # [B, K] int32: drafts committed, by their place in the draft
 
 
+class Constraint(NamedTuple):
+    """What a burst needs for slots whose text follows a grammar, which only the host knows.
+
+    Such a slot runs the first round of the burst alone, and only where the host has seen all of its text (`is_ready`): with
+    drafts that the host has checked, and with what the grammar allows after each of them.
+    """
+
+    is_constrained: Array  # [B] bool
+    is_ready: Array  # [B] bool
+    drafts: Array  # [B, K] int32
+    num_drafts: Array  # [B] int32
+    allowed: Array  # [B, K + 1, ceil(V / 32)] uint32, a bit per token
+
+
 class BurstOutput(NamedTuple):
     """What the host reads after a burst: small, and copied while the next burst already runs."""
 
-    tokens: Array  # [B, rounds_capacity * (K + 1)] int32: committed in this burst, first `num_tokens` of each row
+    tokens: Array  # [B, C] int32: committed in this burst, first `num_tokens` of each row
+    logprobs: TokenLogprobs | None  # [B, C]: theirs, from programs that know processors, where a slot wants them
+    proposed: Array | None  # [B, K] int32: under a constraint, drafts for the next round
+    num_proposed: Array | None  # [B] int32
     num_tokens: Array  # [B] int32
     finish: Array  # [B] int32
     rounds: Array  # [B] int32, since the slot began; so are the two below
@@ -59,7 +82,8 @@ class BurstShape:
 
     `row_widths` are the T that a pass may have, ascending, the last one at least K + 1. A round takes the narrowest that
     holds its drafts: on a CPU a row costs time, so a round without drafts runs narrow. On a GPU one width is best.
-    `num_weak_drafts` is how many of the K tokens a weak match, of a single token, may propose.
+    `num_weak_drafts` is how many of the K tokens a weak match, of a single token, may propose. `has_processors`: the program
+    knows `logits_processors` and log-probabilities; what no slot asks for is not even compiled.
     """
 
     draft: DraftConfig
@@ -68,31 +92,49 @@ class BurstShape:
     rounds_capacity: int
     row_widths: tuple[int, ...]
     num_weak_drafts: int
+    has_processors: bool = False
 
 
 def create_state(
-    num_slots: int, max_length: int, max_pages: int, max_stop_ids: int, num_draft_tokens: int
+    num_slots: int,
+    max_length: int,
+    max_pages: int,
+    max_stop_ids: int,
+    num_draft_tokens: int,
+    bad_words_shape: tuple[int, int] = (1, 2),
 ) -> DecodeState:
-    """All slots empty. `max_length` is L: the longest text, with room for the drafts behind it."""
+    """All slots empty. `max_length` is L: the longest text, with room for the drafts behind it. `bad_words_shape` is how
+    many bad words of how many tokens a slot can have."""
 
     def full(*shape: int, dtype: type = np.int32, value: float = 0) -> Any:
         return np.full((num_slots, *shape), value, dtype)
 
     state = DecodeState(
         tokens=full(max_length),
+        prompt_length=full(),
         length=full(),
         max_length=full(),
         block_tables=full(max_pages),
         active=full(dtype=np.bool_),
         finish=full(),
         stop_ids=full(max_stop_ids, value=-1),
+        processors=ProcessorState(
+            repetition_penalty=full(dtype=np.float32, value=1),
+            presence_penalty=full(dtype=np.float32),
+            frequency_penalty=full(dtype=np.float32),
+            min_length=full(),
+            bad_words=full(*bad_words_shape, value=-1),
+            has_bias=full(dtype=np.bool_),
+        ),
         sampling=SamplingState(
             temperature=full(dtype=np.float32),
             top_k=full(),
             top_p=full(dtype=np.float32, value=1),
             min_p=full(dtype=np.float32),
+            typical_p=full(dtype=np.float32, value=1),
             seed=full(2, dtype=np.uint32),
         ),
+        wants_logprobs=full(dtype=np.bool_),
         rounds=full(),
         drafted=full(),
         accepted=full(num_draft_tokens),
@@ -101,31 +143,55 @@ def create_state(
 
 
 def decode_burst(
-    model: Decoder, cache: PagedCache, state: DecodeState, max_rounds: Array, shape: BurstShape
+    model: Decoder,
+    cache: PagedCache,
+    state: DecodeState,
+    token_bias: Array,
+    max_rounds: Array,
+    shape: BurstShape,
+    constraint: Constraint | None = None,
 ) -> tuple[PagedCache, DecodeState, BurstOutput]:
-    """Up to `max_rounds` rounds for the first `num_slots` slots; ends early when none of them is active.
+    """Up to `max_rounds` rounds for the first `num_slots` slots; ends early when none of them can go on.
 
-    Contexts must fit `num_pages` pages for all of these rounds. `cache` and `state` are meant to be donated.
+    Contexts must fit `num_pages` pages for all of these rounds. `cache` and `state` are meant to be donated. `token_bias`
+    [slots, V] float32 is read for slots with `has_bias`. A `constraint` needs a shape with processors.
     """
     slots = jax.tree.map(lambda x: x[: shape.num_slots], state)
+    token_bias = token_bias[: shape.num_slots]
     start = slots.length
     full_tables = slots.block_tables
     slots = slots._replace(block_tables=full_tables[:, : shape.num_pages])
 
-    def goes_on(carry: tuple[Array, PagedCache, DecodeState]) -> Array:
-        number, _, slots = carry
-        return (number < max_rounds) & jnp.any(slots.active)
+    def running(number: Array, slots: DecodeState) -> Array:
+        if constraint is None:
+            return slots.active
+        return slots.active & (~constraint.is_constrained | (constraint.is_ready & (number == 0)))
 
-    def one(carry: tuple[Array, PagedCache, DecodeState]) -> tuple[Array, PagedCache, DecodeState]:
-        number, cache, slots = carry
-        return number + 1, *decode_round(model, cache, slots, shape)
+    def goes_on(carry: tuple[Array, PagedCache, DecodeState, TokenLogprobs | None]) -> Array:
+        number, _, slots, _ = carry
+        return (number < max_rounds) & jnp.any(running(number, slots))
 
-    _, cache, slots = jax.lax.while_loop(goes_on, one, (jnp.int32(0), cache, slots))
+    def one(carry: tuple[Array, PagedCache, DecodeState, TokenLogprobs | None]):
+        number, cache, slots, table = carry
+        runs = running(number, slots)
+        cache, after, logprobs = decode_round(
+            model, cache, slots._replace(active=runs), token_bias, shape, constraint
+        )  # fmt: skip
+        after = after._replace(active=jnp.where(runs, after.active, slots.active))
+        table = jax.tree.map(record(slots.length - start, after.length - slots.length), table, logprobs)
+        return number + 1, cache, after, table
 
     capacity = shape.rounds_capacity * (shape.draft.num_tokens + 1)
+    table = empty_logprobs((shape.num_slots, capacity), token_bias.shape[1]) if shape.has_processors else None
+    _, cache, slots, table = jax.lax.while_loop(goes_on, one, (jnp.int32(0), cache, slots, table))
+
     where = jnp.minimum(start[:, None] + jnp.arange(capacity, dtype=jnp.int32), slots.tokens.shape[1] - 1)
+    proposed, num_proposed = (None, None) if constraint is None else draft(slots, shape)
     output = BurstOutput(
         tokens=jnp.take_along_axis(slots.tokens, where, axis=1),
+        logprobs=table,
+        proposed=proposed,
+        num_proposed=num_proposed,
         num_tokens=slots.length - start,
         finish=slots.finish,
         rounds=slots.rounds,
@@ -138,46 +204,77 @@ def decode_burst(
 
 
 def decode_round(
-    model: Decoder, cache: PagedCache, state: DecodeState, shape: BurstShape
-) -> tuple[PagedCache, DecodeState]:
+    model: Decoder,
+    cache: PagedCache,
+    state: DecodeState,
+    token_bias: Array,
+    shape: BurstShape,
+    constraint: Constraint | None = None,
+) -> tuple[PagedCache, DecodeState, TokenLogprobs | None]:
     """One round: draft, verify, accept, stop, commit."""
-    drafts, num_drafts = draft(state, shape)
-    cache, targets = verify(model, cache, state, drafts, num_drafts, shape)
+    drafts, num_drafts = draft(state, shape, constraint)
+    allowed = None if constraint is None else constraint.allowed
+    cache, targets, logprobs = verify(model, cache, state, drafts, num_drafts, token_bias, shape, allowed)
     num_agreeing = accept(targets, drafts, num_drafts)
     num_emitted, finish = stop(targets, num_agreeing + 1, state)
-    return cache, commit(state, targets, num_drafts, num_agreeing, num_emitted, finish)
+    return cache, commit(state, targets, num_drafts, num_agreeing, num_emitted, finish), logprobs
 
 
-def draft(state: DecodeState, shape: BurstShape) -> tuple[Array, Array]:
+def draft(state: DecodeState, shape: BurstShape, constraint: Constraint | None = None) -> tuple[Array, Array]:
     """Proposed tokens [B, K], and how many of them are meant, [B]. Never more than the slot may still take."""
     if shape.draft.num_tokens == 0:
         return jnp.zeros((state.length.shape[0], 0), jnp.int32), jnp.zeros_like(state.length)
     drafts, match_length = propose_ngram(state.tokens, state.length, shape.draft)
     meant = jnp.where(match_length > 1, shape.draft.num_tokens, shape.num_weak_drafts)
+    meant = jnp.where(match_length > 0, meant, 0)
+    if constraint is not None:
+        drafts = jnp.where(constraint.is_constrained[:, None], constraint.drafts, drafts)
+        meant = jnp.where(constraint.is_constrained, constraint.num_drafts, meant)
     room = jnp.maximum(state.max_length - state.length - 1, 0)  # the pass itself gives one token more
-    return drafts, jnp.where(state.active & (match_length > 0), jnp.minimum(meant, room), 0)
+    return drafts, jnp.where(state.active, jnp.minimum(meant, room), 0)
 
 
 def verify(
-    model: Decoder, cache: PagedCache, state: DecodeState, drafts: Array, num_drafts: Array, shape: BurstShape
-) -> tuple[PagedCache, Array]:
-    """One pass of the target over the last token and its drafts; what it samples after each of them, [B, K + 1].
+    model: Decoder,
+    cache: PagedCache,
+    state: DecodeState,
+    drafts: Array,
+    num_drafts: Array,
+    token_bias: Array,
+    shape: BurstShape,
+    allowed: Array | None = None,
+) -> tuple[PagedCache, Array, TokenLogprobs | None]:
+    """One pass of the target over the last token and its drafts; what it samples after each of them, [B, K + 1], and the
+    log-probabilities where a slot wants them.
 
     Row i sees the drafts before it. Rows past the agreeing prefix leave KV that the next round overwrites.
     """
     K = drafts.shape[1]
     last = jnp.take_along_axis(state.tokens, jnp.maximum(state.length - 1, 0)[:, None], axis=1)
     row_tokens = jnp.concatenate([last, drafts], axis=1)  # [B, K + 1]
-    # A slot that has ended is greedy, whatever it was: what no active slot uses costs nothing.
-    sampling = state.sampling._replace(temperature=jnp.where(state.active, state.sampling.temperature, 0.0))
 
-    def run(width: int, cache: PagedCache) -> tuple[PagedCache, Array]:
-        tokens = jnp.pad(row_tokens[:, :width], ((0, 0), (0, max(0, width - K - 1))))
+    def run(width: int, cache: PagedCache) -> tuple[PagedCache, Array, TokenLogprobs | None]:
+        tokens = _fit(row_tokens, width)
         positions = jnp.maximum(state.length - 1, 0)[:, None] + jnp.arange(width, dtype=jnp.int32)
         keep = jnp.broadcast_to(state.active[:, None], positions.shape)
         hidden, cache = model(tokens, Rows(positions, state.block_tables, keep), cache)
-        targets = sample(model.logits(hidden), positions + 1, sampling)
-        return cache, jnp.pad(targets[:, : K + 1], ((0, 0), (0, max(0, K + 1 - width))))
+        logits = model.logits(hidden)
+        scores = logits
+        if shape.has_processors:
+            text = RowText(state.tokens, state.prompt_length, state.length, tokens)
+            bits = None if allowed is None else _fit(allowed, width)
+            scores = process_logits(logits, text, state.processors, token_bias, state.stop_ids, bits)
+        # A slot that has ended is greedy, whatever it was: what no active slot uses costs nothing.
+        sampling = state.sampling._replace(temperature=jnp.where(state.active, state.sampling.temperature, 0.0))
+        targets = sample(scores, positions + 1, sampling)
+        logprobs = None
+        if shape.has_processors:
+            logprobs = jax.lax.cond(
+                jnp.any(state.wants_logprobs & state.active),
+                lambda: token_logprobs(logits, targets),
+                lambda: empty_logprobs(targets.shape, logits.shape[-1]),
+            )
+        return cache, *jax.tree.map(lambda x: _fit(x, K + 1), (targets, logprobs))
 
     widths = shape.row_widths
     if len(widths) == 1:
@@ -186,6 +283,12 @@ def verify(
     narrowest = jnp.sum(jnp.array(widths[:-1], jnp.int32) < rows_needed)
     branches = [lambda cache, width=width: run(width, cache) for width in widths]
     return jax.lax.switch(narrowest, branches, cache)
+
+
+def _fit(rows: Array, width: int) -> Array:
+    """[B, T, ...] -> [B, width, ...]: cut, or filled up with zeros that nobody reads."""
+    rows = rows[:, :width]
+    return jnp.pad(rows, ((0, 0), (0, width - rows.shape[1])) + ((0, 0),) * (rows.ndim - 2))
 
 
 def accept(targets: Array, drafts: Array, num_drafts: Array) -> Array:
@@ -230,3 +333,14 @@ def commit(
         drafted=state.drafted + num_drafts,
         accepted=state.accepted + committed_drafts,
     )
+
+
+def record(offset: Array, num_emitted: Array) -> Callable[[Array, Array], Array]:
+    """Writes what a round says of its tokens, [B, K + 1, ...], into a table [B, C, ...], behind `offset` [B] tokens."""
+
+    def write(table: Array, rows: Array) -> Array:
+        index = jnp.arange(rows.shape[1], dtype=jnp.int32)
+        where = jnp.where(index < num_emitted[:, None], offset[:, None] + index, table.shape[1])
+        return table.at[jnp.arange(rows.shape[0])[:, None], where].set(rows, mode="drop")
+
+    return write

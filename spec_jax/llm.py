@@ -3,6 +3,7 @@
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from numbers import Integral
 from typing import Any
 
@@ -13,6 +14,7 @@ from .compilation import use_compilation_cache
 from .config import DraftConfig, EngineConfig
 from .engine import Engine
 from .errors import UserError
+from .grammar import Grammar, GrammarCompiler
 from .params import SamplingParams
 from .request import Request, RequestOutput
 from .sharding import ShardingRules
@@ -77,6 +79,7 @@ class LLM:
             num_kv_tokens=num_kv_tokens,
             rounds_per_burst=rounds_per_burst,
         )
+        self._grammars: GrammarCompiler | None = None
         self.engine = Engine(files.config, draft_config, engine_config, dtype, mesh, rules)
         with ThreadPoolExecutor(1) as compiler:
             compiling = []
@@ -107,7 +110,8 @@ class LLM:
         each = [params or SamplingParams()] * len(many) if isinstance(params, SamplingParams | None) else list(params)
         if len(each) != len(many):
             raise UserError(f"{len(many)} prompts came with {len(each)} SamplingParams: give one for all or one each")
-        requests = [self._request(prompt, p, parse_special) for prompt, p in zip(many, each, strict=True)]
+        groups = [self._requests(prompt, p, parse_special) for prompt, p in zip(many, each, strict=True)]
+        requests = [request for group in groups for request in group]
         added: list[Request] = []
         try:
             for request in requests:
@@ -117,7 +121,7 @@ class LLM:
                 self.engine.step()
         finally:
             self._abort(added)
-        return [request.snapshot() for request in requests]
+        return [_output(group) for group in groups]
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, parse_special: bool = False
@@ -126,29 +130,33 @@ class LLM:
 
         What cannot be used is refused at once; the request itself begins when the first output is asked for.
         """
-        request = self._request(prompt, params or SamplingParams(), parse_special)
-        request.streams = True
-        self.engine.check(request)
-        return self._run(request)
+        group = self._requests(prompt, params or SamplingParams(), parse_special)
+        for request in group:
+            request.streams = True
+            self.engine.check(request)
+        return self._run(group)
 
-    def _run(self, request: Request) -> Iterator[RequestOutput]:
-        self.engine.add(request)
+    def _run(self, group: Sequence[Request]) -> Iterator[RequestOutput]:
+        for request in group:
+            self.engine.add(request)
         try:
             shown = 0
-            while not request.is_finished:
+            while not all(request.is_finished for request in group):
                 self.engine.step()
-                if request.num_committed > shown and not request.is_finished:
-                    shown = request.num_committed
-                    yield request.snapshot()
-            yield request.snapshot()
+                num_committed = sum(request.num_committed for request in group)
+                if num_committed > shown and not all(request.is_finished for request in group):
+                    shown = num_committed
+                    yield _output(group)
+            yield _output(group)
         finally:
-            self._abort([request])
+            self._abort(group)
 
     def _abort(self, requests: Sequence[Request]) -> None:
         for request in requests:
             self.engine.abort(request)
 
-    def _request(self, prompt: Prompt, params: SamplingParams, parse_special: bool) -> Request:
+    def _requests(self, prompt: Prompt, params: SamplingParams, parse_special: bool) -> list[Request]:
+        """One request per completion."""
         ids = self._encode(prompt, parse_special)
         limit = self.engine.config.max_model_len
         if not ids:
@@ -158,14 +166,40 @@ class LLM:
                 f"the prompt has {len(ids)} tokens, max_model_len is {limit} and must hold at least one more: "
                 f"shorten the prompt or raise max_model_len (this model: up to {self.config.max_position})"
             )
-        return Request(
-            prompt=ids,
-            params=params,
-            tokenizer=self.tokenizer,
-            eos_token_ids=self.config.eos_token_ids,
-            max_length=min(len(ids) + params.max_tokens, limit),
-            seed=secrets.randbits(63) if params.seed is None else params.seed,
-        )
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        bad_words = self._bad_words(params)
+        return [
+            Request(
+                prompt=ids,
+                params=params if index == 0 else replace(params, prompt_logprobs=None),
+                tokenizer=self.tokenizer,
+                eos_token_ids=self.config.eos_token_ids,
+                max_length=min(len(ids) + params.max_tokens, limit),
+                seed=(seed + index) % 2**64,
+                index=index,
+                bad_words=bad_words,
+                grammar=self._grammar(params),
+            )
+            for index in range(params.n)
+        ]
+
+    def _bad_words(self, params: SamplingParams) -> list[tuple[int, ...]]:
+        """As token ids; a word is looked for at the start of a text and behind a space, as in vLLM."""
+        found: list[Sequence[int]] = []
+        for word in params.bad_words:
+            if isinstance(word, str):
+                bare = word.lstrip()
+                found += [self.tokenizer.encode(text, add_special_tokens=False) for text in (bare, f" {bare}")]
+            else:
+                found.append(word)
+        return list(dict.fromkeys(tuple(ids) for ids in found if ids))
+
+    def _grammar(self, params: SamplingParams) -> Grammar | None:
+        if not params.is_constrained:
+            return None
+        if self._grammars is None:
+            self._grammars = GrammarCompiler(self.tokenizer, self.config.vocab_size, self.config.eos_token_ids)
+        return self._grammars.compile(params)
 
     def _encode(self, prompt: Prompt, parse_special: bool) -> list[int]:
         if isinstance(prompt, str):
@@ -176,6 +210,15 @@ class LLM:
         if all(_is_id(item) for item in items):
             return [int(item) for item in items]
         raise UserError(f"a prompt is {_PROMPT_KINDS}; this one holds {_kinds(items)}")
+
+
+def _output(group: Sequence[Request]) -> RequestOutput:
+    first = group[0]
+    return RequestOutput(
+        prompt_token_ids=tuple(first.prompt),
+        prompt_logprobs=None if first.params.prompt_logprobs is None else tuple(first.prompt_logprobs or [None]),
+        outputs=tuple(request.snapshot() for request in group),
+    )
 
 
 _PROMPT_KINDS = "a string, a list of token ids, or a list of chat messages (dicts)"

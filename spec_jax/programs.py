@@ -15,9 +15,9 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .cache import PagedCache
-from .decode_loop import BurstShape, DecodeState, decode_burst
+from .decode_loop import BurstShape, Constraint, DecodeState, decode_burst
 from .models.decoder import Decoder
-from .prefill import prefill_chunk
+from .prefill import prefill_chunk, prefill_chunk_with_logprobs
 
 _SCALAR = jax.ShapeDtypeStruct((), jnp.int32)
 
@@ -43,7 +43,7 @@ class Program:
 
 
 class Programs:
-    """Prefill, burst, insert and deactivate for one model, cache and state.
+    """Prefill, burst, insert and the like for one model, cache and state.
 
     Weights go in as flat leaves; cache and state are donated and come back. `decoder` may be abstract: programs can be
     prepared while weights are still being read.
@@ -55,6 +55,7 @@ class Programs:
         self._merge = partial(_merge, graph, tree)
         self._weights = [_abstract(leaf) for leaf in leaves]
         self._cache, self._state = jax.tree.map(_abstract, (cache, state))
+        self._bias = jax.ShapeDtypeStruct((state.length.shape[0], decoder.config.vocab_size), jnp.float32)
         self._replicated = None if mesh is None else NamedSharding(mesh, PartitionSpec())
         self._known: dict[Hashable, Program] = {}
 
@@ -73,14 +74,47 @@ class Programs:
             self._weights, self._cache, self._row(chunk), _SCALAR, _SCALAR, self._row(num_pages),
         )  # fmt: skip
 
-    def burst(self, shape: BurstShape) -> "Program":
-        """`(weights, cache, state, max_rounds) -> (cache, state, BurstOutput)`."""
+    def prefill_with_logprobs(self, chunk: int, num_pages: int) -> "Program":
+        """`(weights, cache, tokens [chunk], following [chunk], start, count, block_table) -> (cache, TokenLogprobs)`."""
 
-        def run(weights, cache, state, max_rounds):
-            return decode_burst(self._merge(weights), cache, state, max_rounds, shape)
+        def run(weights, cache, tokens, following, start, count, table):
+            return prefill_chunk_with_logprobs(self._merge(weights), cache, tokens, following, start, count, table)
+
+        return self._get(
+            ("prefill_with_logprobs", chunk, num_pages), run, (1,), (self._at(self._cache), self._replicated),
+            self._weights, self._cache, self._row(chunk), self._row(chunk), _SCALAR, _SCALAR, self._row(num_pages),
+        )  # fmt: skip
+
+    def burst(self, shape: BurstShape) -> "Program":
+        """`(weights, cache, state, token_bias, max_rounds) -> (cache, state, BurstOutput)`."""
+
+        def run(weights, cache, state, bias, max_rounds):
+            return decode_burst(self._merge(weights), cache, state, bias, max_rounds, shape)
 
         out = (self._at(self._cache), self._at(self._state), self._replicated)
-        return self._get(("burst", shape), run, (1, 2), out, self._weights, self._cache, self._state, _SCALAR)
+        return self._get(
+            ("burst", shape), run, (1, 2), out, self._weights, self._cache, self._state, self._bias, _SCALAR
+        )  # fmt: skip
+
+    def constrained_burst(self, shape: BurstShape) -> "Program":
+        """`(weights, cache, state, token_bias, max_rounds, Constraint) -> (cache, state, BurstOutput)`."""
+
+        def run(weights, cache, state, bias, max_rounds, constraint):
+            return decode_burst(self._merge(weights), cache, state, bias, max_rounds, shape, constraint)
+
+        def array(dtype: Any, *sizes: int) -> Any:
+            return jax.ShapeDtypeStruct((shape.num_slots, *sizes), dtype)
+
+        K = shape.draft.num_tokens
+        constraint = Constraint(
+            is_constrained=array(jnp.bool_), is_ready=array(jnp.bool_), drafts=array(jnp.int32, K),
+            num_drafts=array(jnp.int32), allowed=array(jnp.uint32, K + 1, -(-self._bias.shape[1] // 32)),
+        )  # fmt: skip
+        out = (self._at(self._cache), self._at(self._state), self._replicated)
+        return self._get(
+            ("constrained_burst", shape), run, (1, 2), out,
+            self._weights, self._cache, self._state, self._bias, _SCALAR, constraint,
+        )  # fmt: skip
 
     def insert(self) -> "Program":
         """`(state, slot, row) -> state`: one slot replaced by `row`, a DecodeState without the slot axis."""
@@ -90,6 +124,15 @@ class Programs:
 
         row = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self._state)
         return self._get("insert", run, (0,), self._at(self._state), self._state, _SCALAR, row)
+
+    def set_bias(self) -> "Program":
+        """`(token_bias, slot, row [V]) -> token_bias`."""
+
+        def run(bias, slot, row):
+            return bias.at[slot].set(row)
+
+        row = jax.ShapeDtypeStruct(self._bias.shape[1:], self._bias.dtype)
+        return self._get("set_bias", run, (0,), None, self._bias, _SCALAR, row)
 
     def deactivate(self) -> "Program":
         """`(state, slot) -> state`: the slot takes no part in further rounds."""

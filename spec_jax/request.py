@@ -3,7 +3,10 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from .grammar import Grammar
+from .logprobs import TokenLogprobs
 from .params import SamplingParams
 from .tokenizer import StreamDecoder, Tokenizer
 
@@ -28,24 +31,75 @@ class RequestStats:
     tokens_per_s: float = 0.0
 
 
-@dataclass(frozen=True)
-class RequestOutput:
-    """What has been generated so far. `finish_reason` is None while more is to come, then "stop", "length" or "abort".
+class Logprob(NamedTuple):
+    """Natural logarithm of a token's probability, its rank (1 is the best), and the token as text."""
 
-    `stop_reason` is the stop string or the stop token id that ended the text; None for the model's own end of text.
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One completion of a prompt: what has been generated so far.
+
+    `finish_reason` is None while more is to come, then "stop", "length", "abort", or "error": its grammar has become too
+    complex to follow. `stop_reason` is the stop string or the stop token id that ended the text, or what the error was; None
+    for the model's own end of text. `logprobs` has, for each token, the token itself and the best ones, by token id.
     """
 
-    prompt_token_ids: tuple[int, ...]
+    index: int
     token_ids: tuple[int, ...]
     text: str
+    logprobs: tuple[dict[int, Logprob], ...] | None
     finish_reason: str | None
     stop_reason: str | int | None
     stats: RequestStats
 
 
+@dataclass(frozen=True)
+class RequestOutput:
+    """A prompt and its `n` completions. Those of the only or first one can be read here as well.
+
+    `prompt_logprobs` has an entry per token of the prompt; the first is None, as nothing stands before it.
+    """
+
+    prompt_token_ids: tuple[int, ...]
+    prompt_logprobs: tuple[dict[int, Logprob] | None, ...] | None
+    outputs: tuple[CompletionOutput, ...]
+
+    @property
+    def finished(self) -> bool:
+        return all(output.finish_reason is not None for output in self.outputs)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.outputs[0].token_ids
+
+    @property
+    def text(self) -> str:
+        return self.outputs[0].text
+
+    @property
+    def logprobs(self) -> tuple[dict[int, Logprob], ...] | None:
+        return self.outputs[0].logprobs
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self.outputs[0].finish_reason
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        return self.outputs[0].stop_reason
+
+    @property
+    def stats(self) -> RequestStats:
+        return self.outputs[0].stats
+
+
 @dataclass(eq=False)
 class Request:
-    """A request between its arrival and its end."""
+    """One completion between its arrival and its end."""
 
     prompt: list[int]
     params: SamplingParams
@@ -53,15 +107,21 @@ class Request:
     eos_token_ids: tuple[int, ...]
     max_length: int  # tokens, prompt included, at which it must end
     seed: int
+    index: int = 0
+    bad_words: Sequence[tuple[int, ...]] = ()  # those of `params`, as token ids
+    grammar: Grammar | None = None
     streams: bool = False
 
     output: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     pages: list[int] = field(default_factory=list)
     slot: int = -1
     num_prefilled: int = 0
     num_committed: int = 0  # tokens that the device committed; a stop string can leave some of them unused
+    proposed: list[int] = field(default_factory=list)  # drafts that the grammar has not seen yet
 
     arrived: float = 0.0
     first_token_at: float = 0.0
@@ -74,6 +134,11 @@ class Request:
         self._text = ""
 
     @property
+    def tokens(self) -> list[int]:
+        """Prompt and output."""
+        return self.prompt + self.output
+
+    @property
     def stop_ids(self) -> tuple[int, ...]:
         own = () if self.params.ignore_eos else self.eos_token_ids
         return tuple(dict.fromkeys((*own, *self.params.stop_token_ids)))
@@ -82,12 +147,24 @@ class Request:
     def is_finished(self) -> bool:
         return self.finish_reason is not None
 
-    def append(self, tokens: Sequence[int], finish_reason: str | None) -> None:
-        """Takes the tokens of one burst; a stop string ends the request at the token that completes it."""
+    @property
+    def needs_processors(self) -> bool:
+        """Whether anything beyond temperature and cuts is asked for."""
+        params = self.params
+        has_penalty = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1, 0, 0)
+        forbids = params.allowed_token_ids is not None or bool(self.bad_words) or params.min_tokens > 0
+        return has_penalty or forbids or bool(params.logit_bias) or params.logprobs is not None
+
+    def append(self, tokens: Sequence[int], finish_reason: str | None, logprobs: TokenLogprobs | None = None) -> None:
+        """Takes the tokens of one burst; a stop string ends the request at the token that completes it.
+
+        `logprobs` are arrays that begin with those of `tokens`."""
         now = time.perf_counter()
         self.num_committed += len(tokens)
-        for token in tokens:
+        for i, token in enumerate(tokens):
             self.output.append(token)
+            if logprobs is not None and self.params.logprobs is not None:
+                self.logprobs.append(self._logprob_entry(token, i, logprobs, self.params.logprobs))
             if self._show(self._decoder.push(token)):
                 break
         else:
@@ -100,23 +177,39 @@ class Request:
             if not self.first_token_at:
                 self.first_token_at, self.num_first = now, len(self.output)
 
+    def append_prompt_logprobs(self, tokens: Sequence[int], logprobs: TokenLogprobs) -> None:
+        """Takes those of the next `tokens` of the prompt."""
+        number = self.params.prompt_logprobs or 0
+        if not self.prompt_logprobs:
+            self.prompt_logprobs.append(None)
+        self.prompt_logprobs += [self._logprob_entry(token, i, logprobs, number) for i, token in enumerate(tokens)]
+
+    def _logprob_entry(self, token: int, i: int, logprobs: TokenLogprobs, number: int) -> dict[int, Logprob]:
+        def entry(token: int, logprob: float, rank: int) -> Logprob:
+            return Logprob(logprob, rank, self.tokenizer.decode([token], skip_special_tokens=False))
+
+        best = zip(logprobs.top_ids[i, :number].tolist(), logprobs.top[i, :number].tolist(), strict=True)
+        found = {token: entry(token, float(logprobs.token[i]), int(logprobs.rank[i]))}
+        return found | {id_: entry(id_, value, rank) for rank, (id_, value) in enumerate(best, 1) if id_ != token}
+
     def _show(self, piece: str) -> bool:
-        """Adds to the text; True when a stop string ended it, cut before the string."""
+        """Adds to the text; True when a stop string ended it, cut there."""
         start = len(self._text)
         self._text += piece
-        if not piece:
+        if not piece or len(self.output) <= self.params.min_tokens:
             return False
-        longest = max((len(s) for s in self.params.stop), default=0)
-        hits = [(at, s) for s in self.params.stop if (at := self._text.find(s, max(0, start - longest + 1))) >= 0]
+        # What ends before this piece was looked at already, or belongs to the first `min_tokens`.
+        hits = [(at, s) for s in self.params.stop if (at := self._text.find(s, max(0, start - len(s) + 1))) >= 0]
         if not hits:
             return False
         at, self.stop_reason = min(hits)
-        self._text, self.finish_reason = self._text[:at], "stop"
+        kept = at + len(self.stop_reason) if self.params.include_stop_str_in_output else at
+        self._text, self.finish_reason = self._text[:kept], "stop"
         return True
 
     def _visible_text(self) -> str:
         """The text without an end that may yet turn out to be the start of a stop string."""
-        if self.is_finished:
+        if self.is_finished or self.params.include_stop_str_in_output:
             return self._text
         held = max(
             (n for s in self.params.stop for n in range(1, len(s)) if self._text.endswith(s[:n])),
@@ -124,11 +217,12 @@ class Request:
         )
         return self._text[: len(self._text) - held]
 
-    def snapshot(self) -> RequestOutput:
-        return RequestOutput(
-            prompt_token_ids=tuple(self.prompt),
+    def snapshot(self) -> CompletionOutput:
+        return CompletionOutput(
+            index=self.index,
             token_ids=tuple(self.output),
             text=self._visible_text(),
+            logprobs=None if self.params.logprobs is None else tuple(self.logprobs),
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             stats=self._stats(),

@@ -1,4 +1,4 @@
-"""From scores to tokens: temperature, min-p, top-k, top-p, and noise that depends on nothing but seed and position.
+"""From scores to tokens: temperature, the cuts, and noise that depends on nothing but seed and position.
 
 A token is `argmax(process(logits) + gumbel(seed, position))`, which is an exact draw from softmax(process(logits))
 (the Gumbel-max trick). The noise is a pure function of the request's seed and the token's absolute position, so a draft,
@@ -23,6 +23,7 @@ class SamplingState(NamedTuple):
     top_k: Array  # [B] int32; 0 is off
     top_p: Array  # [B] float32; 1 is off
     min_p: Array  # [B] float32; 0 is off
+    typical_p: Array  # [B] float32; 1 is off
     seed: Array  # [B, 2] uint32, the two words of a 64-bit seed
 
 
@@ -55,16 +56,20 @@ def gumbel(seed: Array, positions: Array, vocab_size: int) -> Array:
 
 
 def process(logits: Array, params: SamplingState) -> Array:
-    """Scores after temperature, min-p, top-k and top-p, in this order; what is cut is -inf. [B, T, V] -> [B, T, V]."""
-    temperature = jnp.where(params.temperature > 0, params.temperature, 1.0)
-    scores = logits / temperature[:, None, None]
-    best = jnp.max(scores, axis=-1, keepdims=True)
-    scores = jnp.where(scores >= best + jnp.log(params.min_p)[:, None, None], scores, -jnp.inf)
-    # A greedy slot takes no part: its scores are not drawn from.
-    top_k = jnp.where(params.temperature > 0, params.top_k, 0)
-    top_p = jnp.where(params.temperature > 0, params.top_p, 1.0)
-    uses_threshold = jnp.any((top_k > 0) | (top_p < 1))
-    return jax.lax.cond(uses_threshold, lambda s: _cut(s, top_k, top_p), lambda s: s, scores)
+    """Scores relative to the best one after temperature, min-p, top-k, top-p and typical-p, in this order; what is cut is
+    -inf. [B, T, V] -> [B, T, V]."""
+    is_drawn = params.temperature > 0  # a greedy slot takes no part: its scores are not drawn from
+    temperature = jnp.where(is_drawn, params.temperature, 1.0)
+    # Relative first: at the smallest temperatures the quotient is -inf for all but the best, never NaN.
+    scores = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature[:, None, None]
+    scores = jnp.where(scores >= jnp.log(params.min_p)[:, None, None], scores, -jnp.inf)
+    top_k = jnp.where(is_drawn, params.top_k, 0)
+    top_p = jnp.where(is_drawn, params.top_p, 1.0)
+    typical_p = jnp.where(is_drawn, params.typical_p, 1.0)
+    scores = jax.lax.cond(
+        jnp.any((top_k > 0) | (top_p < 1)), lambda s: _cut(s, top_k, top_p), lambda s: s, scores
+    )  # fmt: skip
+    return jax.lax.cond(jnp.any(typical_p < 1), lambda s: _cut_untypical(s, typical_p), lambda s: s, scores)
 
 
 def _cut(scores: Array, top_k: Array, top_p: Array) -> Array:
@@ -96,6 +101,23 @@ def _cut(scores: Array, top_k: Array, top_p: Array) -> Array:
     )
     threshold = jnp.where(p < 1, jnp.maximum(kth, pth), kth)
     return jnp.where(rows >= threshold[:, None], rows, -jnp.inf).reshape(B, T, V)
+
+
+def _cut_untypical(scores: Array, typical_p: Array) -> Array:
+    """Keeps the tokens whose information is nearest to the entropy, until their probabilities reach `typical_p` [B]."""
+    B, T, V = scores.shape
+    rows = scores.reshape(B * T, V)
+    p = jnp.repeat(typical_p, T)
+    log_probability = jax.nn.log_softmax(rows, axis=-1)
+    probability = jnp.exp(log_probability)
+    entropy = -jnp.sum(jnp.where(probability > 0, probability * log_probability, 0.0), axis=-1, keepdims=True)
+    closeness = jnp.where(probability > 0, -jnp.abs(log_probability + entropy), -jnp.inf)
+    needed = p * jnp.sum(probability, axis=-1)
+    threshold = _search_where(
+        p < 1, closeness, jnp.full_like(p, -jnp.inf),
+        lambda kept: jnp.sum(jnp.where(kept, probability, 0.0), axis=-1) >= needed,
+    )  # fmt: skip
+    return jnp.where(closeness >= threshold[:, None], rows, -jnp.inf).reshape(B, T, V)
 
 
 def _search_where(wanted: Array, rows: Array, otherwise: Array, is_enough) -> Array:

@@ -60,6 +60,10 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
+    def to_json(self) -> str:
+        """The tokenizer as the text of a `tokenizer.json` (Hugging Face's format)."""
+        return self._backend.to_str()
+
     def _render(self, messages: Sequence[ChatMessage]) -> str:
         if self._template is None:
             raise UserError("this model has no chat template: give a plain prompt instead of chat messages")

@@ -36,12 +36,13 @@ def run(scripts, prompts, *, k=3, max_tokens=20, stop_ids=(EOS,), rounds=40, wid
     stops = np.full((len(prompts), 4), -1, np.int32)
     stops[:, : len(stop_ids)] = stop_ids
     state = state._replace(
-        tokens=jnp.array(tokens), length=jnp.array(lengths), max_length=jnp.array(lengths + max_tokens),
+        tokens=jnp.array(tokens), prompt_length=jnp.array(lengths), length=jnp.array(lengths), max_length=jnp.array(lengths + max_tokens),
         active=jnp.ones(len(prompts), bool), stop_ids=jnp.array(stops),
     )  # fmt: skip
     draft = DraftConfig(num_tokens=k, ngram_min=ngram_min)
     shape = BurstShape(draft, len(prompts), 4, rounds, widths or (k + 1,), k if weak is None else weak)
-    _, state, out = decode_burst(ScriptedModel(*scripts), PagedCache(()), state, jnp.int32(rounds), shape)
+    no_bias = jnp.zeros((len(prompts), V), jnp.float32)
+    _, state, out = decode_burst(ScriptedModel(*scripts), PagedCache(()), state, no_bias, jnp.int32(rounds), shape)
     outputs = [np.asarray(out.tokens[b, : out.num_tokens[b]]).tolist() for b in range(len(prompts))]
     return outputs, jax.tree.map(np.asarray, state)
 

@@ -10,7 +10,7 @@ import pytest
 from spec_jax.sampling import SamplingState, gumbel, process, sample
 
 
-def params(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, slots=1) -> SamplingState:
+def params(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, typical_p=1.0, seed=0, slots=1) -> SamplingState:
     def full(value, dtype):
         return jnp.broadcast_to(jnp.asarray(value, dtype), (slots,))
 
@@ -20,6 +20,7 @@ def params(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, slots=1) -> S
         top_k=full(top_k, jnp.int32),
         top_p=full(top_p, jnp.float32),
         min_p=full(min_p, jnp.float32),
+        typical_p=full(typical_p, jnp.float32),
         seed=jnp.array(np.stack([seeds >> np.uint64(32), seeds & np.uint64(0xFFFFFFFF)], -1).astype(np.uint32)),
     )
 
@@ -56,7 +57,8 @@ def test_the_same_tokens_are_cut_as_by_sorting(vocab, spread):
         for row in range(2):
             expected = kept_by_sorting(logits[slot, row], t, k, p, m)
             np.testing.assert_array_equal(np.isfinite(out[slot, row]), expected, err_msg=f"{k=} {p=} {m=} {t=}")
-            np.testing.assert_allclose(out[slot, row][expected], logits[slot, row][expected] / t, rtol=1e-6)
+            relative = (logits[slot, row] - logits[slot, row].max()).astype(np.float64) / t
+            np.testing.assert_allclose(out[slot, row][expected], relative[expected], rtol=1e-6)
 
 
 def test_equal_scores_at_the_edge_are_all_kept():
@@ -77,6 +79,7 @@ def test_slots_with_different_parameters_do_not_disturb_each_other():
         top_k=jnp.array([0, 3, 100, 0]),
         top_p=jnp.array([1.0, 1.0, 0.8, 0.99]),
         min_p=jnp.array([0.0, 0.0, 0.0, 0.01]),
+        typical_p=jnp.array([1.0, 1.0, 1.0, 0.9]),
         seed=jnp.arange(8, dtype=jnp.uint32).reshape(4, 2),
     )
     positions = jnp.array([[3, 4], [5, 6], [7, 8], [9, 10]])

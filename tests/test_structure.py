@@ -22,10 +22,12 @@ def burst(tiny_decoder):
     state = create_state(2, 300, 16, 4, 5)
     shape = BurstShape(DraftConfig(num_tokens=5), 2, 16, 8, (1, 6), 0)
 
-    def run(weights, cache, state, rounds):
-        return decode_burst(nnx.merge(graph, weights), cache, state, rounds, shape)
+    bias = jnp.zeros((2, config.vocab_size), jnp.float32)
 
-    return run, (weights, cache, state, np.int32(8))
+    def run(weights, cache, state, bias, rounds):
+        return decode_burst(nnx.merge(graph, weights), cache, state, bias, rounds, shape)
+
+    return run, (weights, cache, state, bias, np.int32(8))
 
 
 def primitives(jaxpr) -> list[str]:
@@ -57,9 +59,9 @@ def test_the_cache_is_updated_in_place(burst):
 
 
 def test_donated_buffers_keep_their_place(burst):
-    run, (weights, cache, state, rounds) = burst
-    compiled = jax.jit(run, donate_argnums=(1, 2)).lower(weights, cache, state, rounds).compile()
+    run, (weights, cache, state, bias, rounds) = burst
+    compiled = jax.jit(run, donate_argnums=(1, 2)).lower(weights, cache, state, bias, rounds).compile()
     cache, state = jax.tree.map(jnp.copy, (cache, state))
     before = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(cache)]
-    new_cache, _, _ = compiled(weights, cache, state, rounds)
+    new_cache, _, _ = compiled(weights, cache, state, bias, rounds)
     assert [x.unsafe_buffer_pointer() for x in jax.tree.leaves(new_cache)] == before
