@@ -101,8 +101,9 @@ def run_bench(
     with Progress(console=console) as progress:
         loading = progress.add_task("loading and compiling", total=len(drafts))
         engines: dict[str, LLM] = {}
+        first = LLM(draft=drafts[0], max_num_seqs=1, **model_options)
         for draft in drafts:
-            engines[draft] = LLM(draft=draft, max_num_seqs=1, **model_options)
+            engines[draft] = first if draft == drafts[0] else first.with_draft(draft, model_options["num_draft_tokens"])
             _warm_up(engines[draft], questions, params)
             progress.advance(loading)
         asking = progress.add_task("asking", total=len(questions))

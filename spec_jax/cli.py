@@ -1,4 +1,4 @@
-"""The command line: `spec-jax generate | bench | fetch`.
+"""The command line: `spec-jax generate | bench | verify | fetch`.
 
 A user's mistake ends in one line on standard error and exit code 2, never in a traceback.
 """
@@ -7,9 +7,9 @@ import gc
 import json
 import os
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields, make_dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import tyro
 from tyro.conf import Positional
@@ -17,6 +17,9 @@ from tyro.conf import Positional
 from . import __version__
 from .errors import UserError
 from .params import SamplingParams
+
+if TYPE_CHECKING:
+    from .request import RequestOutput
 
 
 @dataclass(frozen=True)
@@ -35,11 +38,23 @@ class ModelOptions:
     """Longest prompt and answer together, in tokens. By default the model's limit, at most 8192."""
 
 
+def _sampling_options(**defaults: Any) -> Any:
+    """The fields of `SamplingParams` with its own defaults and help, as options. They are checked by it, not here: what is
+    wrong with them is then said in one line."""
+    types = get_type_hints(SamplingParams) | {"json_schema": str | None}
+    kept = [f for f in fields(SamplingParams) if f.name not in ("n", "prompt_logprobs")]
+    options = [(f.name, types[f.name], field(default=defaults.get(f.name, f.default))) for f in kept]
+    made = make_dataclass("SamplingOptions", options, frozen=True)
+    made.__doc__ = SamplingParams.__doc__
+    return made
+
+
 @dataclass(frozen=True)
 class Generate:
     """Answer one prompt, shown as it is written."""
 
     options: tyro.conf.OmitArgPrefixes[ModelOptions]
+    sampling: tyro.conf.OmitArgPrefixes[_sampling_options()]  # type: ignore[valid-type]
     prompt: str
     """The prompt; "-" reads it from standard input."""
     chat: bool = False
@@ -48,22 +63,6 @@ class Generate:
     """A system message before it; means --chat."""
     parse_special: bool = False
     """Read control tokens such as <|im_end|> inside the prompt as such, not as text."""
-    max_tokens: int = 256
-    """Most tokens to generate."""
-    temperature: float = 0.0
-    """0 is greedy."""
-    top_k: int = 0
-    """Keep the k best tokens; 0 is off."""
-    top_p: float = 1.0
-    """Keep the fewest best tokens whose probabilities reach this sum; 1 is off."""
-    min_p: float = 0.0
-    """Keep tokens with at least this share of the best one's probability; 0 is off."""
-    seed: int | None = None
-    """Same seed, same text."""
-    stop: tuple[str, ...] = ()
-    """Text at which to end."""
-    ignore_eos: bool = False
-    """Go on after the model's own end of text."""
     json: bool = False
     """Print one JSON object at the end instead of the text."""
 
@@ -73,18 +72,33 @@ class Bench:
     """Measure acceptance length, time per token and time to first token over a file of questions."""
 
     options: tyro.conf.OmitArgPrefixes[ModelOptions]
+    sampling: tyro.conf.OmitArgPrefixes[_sampling_options(max_tokens=128, seed=0)]  # type: ignore[valid-type]
     dataset: Path
     """JSONL with question_id, category and turns, as in Spec-Bench; the first turn is asked."""
     compare: str | None = None
     """A second drafter, measured side by side, question by question."""
     per_category: int | None = None
     """Ask only the first so many questions of each category."""
-    max_tokens: int = 128
-    """Most tokens per answer."""
-    temperature: float = 0.0
-    seed: int = 0
     output: Path = Path("bench-results")
     """Folder for result.json and plot.png."""
+
+
+@dataclass(frozen=True)
+class Verify:
+    """Prove on your own model that drafts change nothing: same tokens as without them, and the target's own distribution.
+
+    Exit code 1 where they do."""
+
+    model: str
+    """Built-in name (smollm2-135m), Hugging Face folder, .gguf file, or hub id."""
+    draft: str = "auto"
+    """Who proposes tokens: auto or ngram."""
+    num_draft_tokens: int = 5
+    """Proposals per round, 1 to 16."""
+    dtype: str = "float32"
+    """float32 must be identical; in bfloat16, which rounds differently with the size of a pass, near-ties may differ."""
+    samples: int = 400
+    """Seeded runs per distribution; more find smaller deviations."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +112,7 @@ class Fetch:
 Command = (
     Annotated[Generate, tyro.conf.subcommand("generate")]
     | Annotated[Bench, tyro.conf.subcommand("bench")]
+    | Annotated[Verify, tyro.conf.subcommand("verify")]
     | Annotated[Fetch, tyro.conf.subcommand("fetch")]
 )
 
@@ -118,6 +133,8 @@ def main(arguments: list[str] | None = None) -> None:
                 _generate(command)
             case Bench():
                 _bench(command)
+            case Verify():
+                _verify(command)
             case Fetch():
                 _fetch(command)
     except UserError as error:
@@ -135,16 +152,7 @@ def _fail(message: str) -> int:
 
 
 def _generate(command: Generate) -> None:
-    params = SamplingParams(
-        max_tokens=command.max_tokens,
-        temperature=command.temperature,
-        top_k=command.top_k,
-        top_p=command.top_p,
-        min_p=command.min_p,
-        seed=command.seed,
-        stop=command.stop,
-        ignore_eos=command.ignore_eos,
-    )
+    params = _params(command.sampling)
     text = _read_prompt() if command.prompt == "-" else command.prompt
     prompt: str | list[dict[str, str]] = text
     if command.chat or command.system is not None:
@@ -163,9 +171,7 @@ def _generate(command: Generate) -> None:
             sys.stdout.buffer.flush()
         shown = len(output.text)
     if command.json:
-        stats = asdict(output.stats)
-        fields = {"text": output.text, "token_ids": output.token_ids, "finish_reason": output.finish_reason}
-        print(json.dumps({**fields, "stop_reason": output.stop_reason, "stats": stats}))
+        print(json.dumps(_as_json(output)))
         return
     print(flush=True)
     stats_line = (
@@ -174,6 +180,31 @@ def _generate(command: Generate) -> None:
         f"first after {output.stats.ttft_s:.2f} s ({output.finish_reason})"
     )
     print(stats_line, file=sys.stderr)
+
+
+def _as_json(output: "RequestOutput") -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "text": output.text,
+        "token_ids": output.token_ids,
+        "finish_reason": output.finish_reason,
+        "stop_reason": output.stop_reason,
+        "stats": asdict(output.stats),
+    }
+    if output.logprobs is not None:
+        found["logprobs"] = [{id_: entry._asdict() for id_, entry in token.items()} for token in output.logprobs]
+    return found
+
+
+def _params(options: Any) -> SamplingParams:
+    """`--json-schema` is JSON text, or a file that holds it."""
+    values = dict(vars(options))
+    schema = values["json_schema"]
+    if schema is not None and not schema.lstrip().startswith("{"):
+        try:
+            values["json_schema"] = Path(schema).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise UserError(f"json_schema is {schema!r}: neither JSON nor a file that can be read ({error})") from None
+    return SamplingParams(**values)
 
 
 def _read_prompt() -> str:
@@ -191,10 +222,18 @@ def _bench(command: Bench) -> None:
         dataset=command.dataset,
         drafts=[command.options.draft, *([command.compare] if command.compare else [])],
         model_options={k: v for k, v in vars(command.options).items() if k != "draft"},
-        params=SamplingParams(max_tokens=command.max_tokens, temperature=command.temperature, seed=command.seed),
+        params=_params(command.sampling),
         per_category=command.per_category,
         output=command.output,
     )
+
+
+def _verify(command: Verify) -> None:
+    from .verify import verify
+
+    gc.enable()
+    if not verify(**vars(command)):
+        sys.exit(1)
 
 
 def _fetch(command: Fetch) -> None:

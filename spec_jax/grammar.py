@@ -67,7 +67,7 @@ class GrammarCompiler:
         # A mask is computed between two passes: a grammar that takes seconds for one is refused instead.
         self._limits = LLParserLimits(
             initial_lexer_fuel=200_000, step_lexer_fuel=200_000, max_lexer_states=50_000, verbose_errors=False,
-            precompute_large_lexemes=False,
+            precompute_large_lexemes=True,
         )  # fmt: skip
 
     def compile(self, params: SamplingParams) -> Grammar:

@@ -3,7 +3,9 @@
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from dataclasses import replace
+from functools import partial
 from numbers import Integral
 from typing import Any
 
@@ -80,7 +82,8 @@ class LLM:
             rounds_per_burst=rounds_per_burst,
         )
         self._grammars: GrammarCompiler | None = None
-        self.engine = Engine(files.config, draft_config, engine_config, dtype, mesh, rules)
+        self._create_engine = partial(Engine, files.config, config=engine_config, dtype=dtype, mesh=mesh, rules=rules)
+        self.engine = self._create_engine(draft=draft_config)
         with ThreadPoolExecutor(1) as compiler:
             compiling = []
             length = 0 if warm_up is None else len(self._encode(warm_up, parse_special=False))
@@ -88,11 +91,19 @@ class LLM:
                 programs = self.engine.prepare(length, streams=True)
                 compiling = [compiler.submit(program.compile) for program in programs]
             try:
-                self.engine.load(files.load(dtype=dtype, mesh=mesh, rules=rules))
+                self._decoder = files.load(dtype=dtype, mesh=mesh, rules=rules)
+                self.engine.load(self._decoder)
                 for future in compiling:
                     future.result()
             finally:
                 compiler.shutdown(cancel_futures=True)
+
+    def with_draft(self, draft: str, num_draft_tokens: int = 5) -> "LLM":
+        """The same model on the same weights with another drafter: an engine and a cache of its own."""
+        other = copy(self)
+        other.engine = self._create_engine(draft=DraftConfig.create(draft, num_draft_tokens))
+        other.engine.load(self._decoder)
+        return other
 
     def generate(
         self,
