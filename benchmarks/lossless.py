@@ -100,7 +100,12 @@ def score_gap(args: Arguments, question: Question, left: list[int], right: list[
     if temperature:
         seed = np.array([[0, int(question.question_id)]], np.uint32)
         state = SamplingState(
-            jnp.array([temperature]), jnp.array([0]), jnp.array([1.0]), jnp.array([0.0]), jnp.array([1.0]), jnp.array(seed)
+            jnp.array([temperature]),
+            jnp.array([0]),
+            jnp.array([1.0]),
+            jnp.array([0.0]),
+            jnp.array([1.0]),
+            jnp.array(seed),
         )
         scores = process(scores, state) + gumbel(state.seed, jnp.array([[len(text)]]), scores.shape[-1])
     best = np.sort(np.asarray(scores).ravel())[-2:]

@@ -122,9 +122,14 @@ class EngineConfig:
             raise UserError(f"max_model_len is {self.max_model_len}: it must hold a prompt and an answer, at least 2")
         if self.max_num_seqs < 1:
             raise UserError(f"max_num_seqs is {self.max_num_seqs}: at least 1 sequence must fit")
-        for name in ("page_size", "rounds_per_burst", "rounds_per_burst_streaming", "min_context_bucket"):
+        for name in (
+            "page_size", "max_stop_ids", "max_bad_words", "rounds_per_burst", "rounds_per_burst_streaming",
+            "min_context_bucket",
+        ):  # fmt: skip
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}: allowed is an integer >= 1")
+        if self.max_bad_word_tokens < 2:
+            raise UserError(f"max_bad_word_tokens is {self.max_bad_word_tokens}: allowed is an integer >= 2")
         if not self.prefill_chunks or list(self.prefill_chunks) != sorted(set(self.prefill_chunks)):
             raise UserError(f"prefill_chunks is {self.prefill_chunks}: allowed are sizes in ascending order")
         if self.num_kv_tokens is not None and self.num_kv_tokens < self.page_size:

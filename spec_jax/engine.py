@@ -183,7 +183,7 @@ class Engine:
         self._retire(request, on_device=True)
         request.num_prefilled = 0
         if len(request.prompt_logprobs) < len(request.prompt):
-            request.prompt_logprobs.clear()
+            del request.prompt_logprobs[1:]
         self.scheduler.waiting.appendleft(request)
 
     def step(self) -> list[Request]:
@@ -266,7 +266,7 @@ class Engine:
                 repetition_penalty=array(params.repetition_penalty, np.float32),
                 presence_penalty=array(params.presence_penalty, np.float32),
                 frequency_penalty=array(params.frequency_penalty, np.float32),
-                min_length=array(len(request.prompt) + params.min_tokens),
+                min_length=array(min(len(request.prompt) + params.min_tokens, request.max_length)),
                 bad_words=_bad_word_table(request.bad_words, config),
                 has_bias=array(has_bias, np.bool_),
             ),

@@ -199,8 +199,9 @@ class LLM:
         found: list[Sequence[int]] = []
         for word in params.bad_words:
             if isinstance(word, str):
-                bare = word.lstrip()
-                found += [self.tokenizer.encode(text, add_special_tokens=False) for text in (bare, f" {bare}")]
+                text = word.lstrip()
+                bare, spaced = (self.tokenizer.encode(t, add_special_tokens=False) for t in (text, f" {text}"))
+                found += [bare] if spaced[-len(bare) :] == bare else [bare, spaced]
             else:
                 found.append(word)
         return list(dict.fromkeys(tuple(ids) for ids in found if ids))
@@ -227,7 +228,7 @@ def _output(group: Sequence[Request]) -> RequestOutput:
     first = group[0]
     return RequestOutput(
         prompt_token_ids=tuple(first.prompt),
-        prompt_logprobs=None if first.params.prompt_logprobs is None else tuple(first.prompt_logprobs or [None]),
+        prompt_logprobs=None if first.params.prompt_logprobs is None else tuple(first.prompt_logprobs),
         outputs=tuple(request.snapshot() for request in group),
     )
 

@@ -31,6 +31,7 @@ def token_logprobs(logits: Array, tokens: Array) -> TokenLogprobs:
     """`logits` [..., V] float32, `tokens` [...] int32. N is `MAX_LOGPROBS`, or all of a smaller vocabulary."""
     V = logits.shape[-1]
     scores = logits.reshape(-1, V)  # XLA:CPU has a fast top-k for two axes only
+    scores = scores - jnp.max(scores, axis=-1, keepdims=True)
     top, top_ids = jax.lax.top_k(scores, min(MAX_LOGPROBS, V))
     score = jnp.take_along_axis(scores, tokens.reshape(-1, 1), axis=-1)
     total = jax.nn.logsumexp(scores, axis=-1, keepdims=True)

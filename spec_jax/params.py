@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any
 
 from .config import MAX_LOGPROBS
@@ -36,8 +37,8 @@ class SamplingParams:
       frequency_penalty: taken from the score of a token of the output for each time it stands there; 0 is off.
       logit_bias: added to the scores of these ids, -100 to 100.
       allowed_token_ids: only these ids are ever sampled.
-      bad_words: words or token sequences that never come about in the output. A word is forbidden with and without a space
-        before it.
+      bad_words: words or token sequences that are never sampled. A word is forbidden as it is tokenized, with and without a
+        space before it.
       stop: text at which to end; neither it nor what follows is part of the text.
       stop_token_ids: ids at which to end, besides the model's own end-of-text ids; the id itself is kept.
       ignore_eos: go on after the model's own end-of-text ids.
@@ -105,10 +106,10 @@ class SamplingParams:
         logprobs = f"an integer in [0, {MAX_LOGPROBS}], or None"
         for name, kind, holds, allowed in (
             ("n", integer, lambda x: 1 <= x <= MAX_COMPLETIONS, f"an integer in [1, {MAX_COMPLETIONS}]"),
-            ("max_tokens", integer, lambda x: x >= 1, "an integer >= 1"),
-            ("min_tokens", integer, lambda x: x >= 0, "an integer >= 0"),
+            ("max_tokens", integer, lambda x: 1 <= x < 2**31, "an integer in [1, 2**31)"),
+            ("min_tokens", integer, lambda x: 0 <= x < 2**31, "an integer in [0, 2**31)"),
             ("temperature", real, lambda x: x == 0 or x >= 1e-6, "0, or a number >= 1e-6"),
-            ("top_k", integer, lambda x: x >= -1, "an integer >= 1, or 0 or -1 for off"),
+            ("top_k", integer, lambda x: -1 <= x < 2**31, "an integer in [1, 2**31), or 0 or -1 for off"),
             ("top_p", real, lambda x: 0 < x <= 1, "a number in (0, 1]"),
             ("min_p", real, lambda x: 0 <= x <= 1, "a number in [0, 1]"),
             ("typical_p", real, lambda x: 0 < x <= 1, "a number in (0, 1]"),
@@ -121,6 +122,8 @@ class SamplingParams:
         ):
             value = getattr(self, name)
             _require(kind(value) and holds(value), name, value, allowed)
+            if value is not None:
+                self._set(name, int(value) if isinstance(value, Integral) else float(value))  # NumPy's become Python's
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
 
@@ -134,7 +137,7 @@ class SamplingParams:
             ("logit_bias", self.logit_bias or ()),
         ):
             for token in ids:
-                _require(_is_int(token) and token >= 0, name, token, "token ids >= 0")
+                _require(_is_int(token) and 0 <= token < 2**31, name, token, "token ids in [0, 2**31)")
         for value in (self.logit_bias or {}).values():
             _require(_is_real(value) and -100 <= value <= 100, "logit_bias", value, "numbers in [-100, 100]")
         _require(self.allowed_token_ids != (), "allowed_token_ids", (), "at least one token id, or None")
@@ -142,9 +145,7 @@ class SamplingParams:
     def _check_texts(self) -> None:
         for text in self.stop:
             _require(isinstance(text, str) and text != "", "stop", text, "non-empty strings")
-            _require(
-                len(text) <= MAX_STOP_LENGTH, "stop", f"{text[:20]}…", f"strings of up to {MAX_STOP_LENGTH} characters"
-            )
+            _require(len(text) <= MAX_STOP_LENGTH, "stop", text, f"strings of up to {MAX_STOP_LENGTH} characters")
         _require(len(self.stop) <= MAX_STOP_STRINGS, "stop", _counted(self.stop), f"up to {MAX_STOP_STRINGS} strings")
         for word in self.bad_words:
             _require(not isinstance(word, str) or word.strip() != "", "bad_words", word, "words that are not blank")
@@ -198,8 +199,11 @@ def _schema_text(schema: Any) -> str:
 
 
 def _as_tuple(field: str, value: Any) -> tuple[Any, ...]:
+    """A list as a tuple; None is the empty one, and NumPy's integers become Python's."""
+    if value is None:
+        return ()
     _require(isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping), field, value, "a list")
-    return tuple(value)
+    return tuple(int(item) if _is_int(item) else item for item in value)
 
 
 def _counted(values: Sequence[Any]) -> str:
@@ -207,11 +211,11 @@ def _counted(values: Sequence[Any]) -> str:
 
 
 def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _is_real(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e30
+    return isinstance(value, Real) and not isinstance(value, bool) and -1e30 < value < 1e30  # type: ignore[operator]
 
 
 def _or_none(kind):
@@ -220,4 +224,12 @@ def _or_none(kind):
 
 def _require(holds: bool, field: str, value: object, allowed: str) -> None:
     if not holds:
-        raise UserError(f"{field} is {value!r}: allowed is {allowed}")
+        raise UserError(f"{field} is {_shown(value)}: allowed is {allowed}")
+
+
+def _shown(value: object) -> str:
+    try:
+        text = repr(value)
+    except ValueError:  # Python does not write out numbers of thousands of digits
+        return "a number of thousands of digits"
+    return text if len(text) <= 80 else f"{text[:80]}…"

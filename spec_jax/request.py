@@ -114,7 +114,7 @@ class Request:
 
     output: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
-    prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=list)
+    prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=lambda: [None])
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     pages: list[int] = field(default_factory=list)
@@ -180,8 +180,6 @@ class Request:
     def append_prompt_logprobs(self, tokens: Sequence[int], logprobs: TokenLogprobs) -> None:
         """Takes those of the next `tokens` of the prompt."""
         number = self.params.prompt_logprobs or 0
-        if not self.prompt_logprobs:
-            self.prompt_logprobs.append(None)
         self.prompt_logprobs += [self._logprob_entry(token, i, logprobs, number) for i, token in enumerate(tokens)]
 
     def _logprob_entry(self, token: int, i: int, logprobs: TokenLogprobs, number: int) -> dict[int, Logprob]:

@@ -112,7 +112,7 @@ def _cut_untypical(scores: Array, typical_p: Array) -> Array:
     probability = jnp.exp(log_probability)
     entropy = -jnp.sum(jnp.where(probability > 0, probability * log_probability, 0.0), axis=-1, keepdims=True)
     closeness = jnp.where(probability > 0, -jnp.abs(log_probability + entropy), -jnp.inf)
-    needed = p * jnp.sum(probability, axis=-1)
+    needed = jnp.maximum(p, 1e-6) * jnp.sum(probability, axis=-1)  # never 0: the most typical token always stays
     threshold = _search_where(
         p < 1, closeness, jnp.full_like(p, -jnp.inf),
         lambda kept: jnp.sum(jnp.where(kept, probability, 0.0), axis=-1) >= needed,

@@ -36,7 +36,8 @@ def run(scripts, prompts, *, k=3, max_tokens=20, stop_ids=(EOS,), rounds=40, wid
     stops = np.full((len(prompts), 4), -1, np.int32)
     stops[:, : len(stop_ids)] = stop_ids
     state = state._replace(
-        tokens=jnp.array(tokens), prompt_length=jnp.array(lengths), length=jnp.array(lengths), max_length=jnp.array(lengths + max_tokens),
+        tokens=jnp.array(tokens), prompt_length=jnp.array(lengths), length=jnp.array(lengths),
+        max_length=jnp.array(lengths + max_tokens),
         active=jnp.ones(len(prompts), bool), stop_ids=jnp.array(stops),
     )  # fmt: skip
     draft = DraftConfig(num_tokens=k, ngram_min=ngram_min)

@@ -218,3 +218,27 @@ def test_a_wrong_weight_shape_never_reaches_a_program(tiny_decoder):
             np.int32(1),
             np.zeros(8, np.int32),
         )
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_a_preempted_request_goes_on_as_if_nothing_had_happened(engines, prompt):
+    engine = engines()
+    options = {"prompt_logprobs": 2, "logprobs": 1, "frequency_penalty": 0.5, "temperature": 0.9}
+    whole, interrupted = make_request(engine, prompt, **options), make_request(engine, prompt, **options)
+    finish(engine, [whole])
+    engine.add(interrupted)
+    for _ in range(3):
+        engine.step()
+        engine.preempt(interrupted)
+    finish(engine, [])
+    assert interrupted.output == whole.output
+    assert len(interrupted.prompt_logprobs) == len(prompt)
+    assert len(interrupted.logprobs) == len(interrupted.output)
+    assert interrupted.counters[0] + sum(interrupted.counters[2]) == len(interrupted.output)
+
+
+def test_min_tokens_beyond_the_model_length_never_overflows(engines):
+    engine = engines()
+    request = make_request(engine, [5], max_tokens=2**31 - 1, min_tokens=2**31 - 1)
+    finish(engine, [request])
+    assert (len(request.output), request.finish_reason) == (127, "length")

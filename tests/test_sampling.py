@@ -127,7 +127,7 @@ def test_equally_typical_tokens_are_all_kept():
     assert np.isfinite(process(jnp.zeros((1, 1, 50)), params(typical_p=0.1))).all()
 
 
-@pytest.mark.parametrize("typical_p", [1e-30, 1e-6, 0.5, 1 - 2**-24])
+@pytest.mark.parametrize("typical_p", [1e-320, 1e-40, 1e-30, 1e-6, 0.5, 1 - 2**-24])
 def test_some_token_is_always_typical(typical_p):
     rng = np.random.default_rng(8)
     logits = rng.normal(size=(12, 1, 400)) * np.logspace(-3, 3, 12)[:, None, None]
