@@ -21,10 +21,11 @@ MAX_LENGTH = {"json_schema": 65_536, "regex": 16_384}  # in characters; twice as
 
 
 class Grammar:
-    """Follows one text, token by token, through its grammar."""
+    """Follows one text, token by token, through its grammar; `vocab_size` is V below."""
 
-    def __init__(self, matcher: "LLMatcher"):
+    def __init__(self, matcher: "LLMatcher", vocab_size: int):
         self._matcher = matcher
+        self._num_words = -(-vocab_size // 32)
 
     @property
     def error(self) -> str | None:
@@ -55,7 +56,7 @@ class Grammar:
         return drafts, masks
 
     def _mask(self) -> np.ndarray:
-        return np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
+        return np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: self._num_words]  # it can be one word more
 
 
 class GrammarCompiler:
@@ -71,6 +72,7 @@ class GrammarCompiler:
             raise UserError("json_schema and regex need a model with an end-of-text token: this one names none")
         from llguidance import LLParserLimits, LLTokenizer  # not before it is needed: few requests have a grammar
 
+        self._vocab_size = vocab_size
         try:
             self._tokenizer = LLTokenizer(tokenizer.to_json(), n_vocab=vocab_size, eos_token=list(eos_token_ids))
         except ValueError as error:
@@ -100,7 +102,8 @@ class GrammarCompiler:
             source = make(text)
         except ValueError as error:  # half a surrogate pair is no character
             raise UserError(f"{field} cannot be used: {error}") from None
-        grammar = _on_deep_stack(lambda: Grammar(LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)))
+        matcher = _on_deep_stack(lambda: LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits))
+        grammar = Grammar(matcher, self._vocab_size)
         if grammar.error is None:
             grammar.plan((), 1)
         if grammar.error is not None:
@@ -108,7 +111,7 @@ class GrammarCompiler:
         return grammar
 
 
-def _on_deep_stack(call: Callable[[], Grammar]) -> Grammar:
+def _on_deep_stack(call: Callable[[], "LLMatcher"]) -> "LLMatcher":
     """`llguidance` follows `$ref`s by recursion: a long chain would overflow the usual stack, which ends the process."""
     usual = threading.stack_size(256 * 2**20)  # only what is used of it becomes memory
     try:

@@ -146,7 +146,8 @@ class SamplingParams:
         for text in self.stop:
             _require(isinstance(text, str) and text != "", "stop", text, "non-empty strings")
             _require(len(text) <= MAX_STOP_LENGTH, "stop", text, f"strings of up to {MAX_STOP_LENGTH} characters")
-        _require(len(self.stop) <= MAX_STOP_STRINGS, "stop", _counted(self.stop), f"up to {MAX_STOP_STRINGS} strings")
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise UserError(f"stop is a list of {len(self.stop)}: allowed are up to {MAX_STOP_STRINGS} strings")
         for word in self.bad_words:
             _require(not isinstance(word, str) or word.strip() != "", "bad_words", word, "words that are not blank")
         _require(
@@ -204,10 +205,6 @@ def _as_tuple(field: str, value: Any) -> tuple[Any, ...]:
         return ()
     _require(isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping), field, value, "a list")
     return tuple(int(item) if _is_int(item) else item for item in value)
-
-
-def _counted(values: Sequence[Any]) -> str:
-    return f"a list of {len(values)}"
 
 
 def _is_int(value: object) -> bool:

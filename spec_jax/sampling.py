@@ -33,16 +33,16 @@ def sample(logits: Array, positions: Array, params: SamplingState) -> Array:
     A slot of temperature 0 takes the best score, ties to the lower id. When every slot does, nothing else is computed.
     """
 
-    def greedy() -> Array:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    def best(scores: Array) -> Array:
+        return jnp.argmax(scores, axis=-1).astype(jnp.int32)
 
     def drawn() -> Array:
-        kept = process(logits, params)
-        noisy = kept + gumbel(params.seed, positions, logits.shape[-1])
-        is_greedy = (params.temperature == 0)[:, None]
-        return jnp.where(is_greedy, greedy(), jnp.argmax(noisy, axis=-1).astype(jnp.int32))
+        noisy = process(logits, params) + gumbel(params.seed, positions, logits.shape[-1])
+        is_greedy = (params.temperature == 0)[:, None, None]
+        # Behind a barrier: fused into the argmax, the noise's logarithms are computed one by one on a CPU, 3 x slower.
+        return best(jax.lax.optimization_barrier(jnp.where(is_greedy, logits, noisy)))
 
-    return jax.lax.cond(jnp.any(params.temperature > 0), drawn, greedy)
+    return jax.lax.cond(jnp.any(params.temperature > 0), drawn, lambda: best(logits))
 
 
 def gumbel(seed: Array, positions: Array, vocab_size: int) -> Array:
@@ -83,7 +83,8 @@ def _cut(scores: Array, top_k: Array, top_p: Array) -> Array:
     k = jnp.repeat(jnp.where(top_k > 0, jnp.minimum(top_k, V), V), T)
     p = jnp.repeat(top_p, T)
     num_candidates = min(NUM_CANDIDATES, V)
-    candidates = jax.lax.top_k(rows, num_candidates)[0]  # descending
+    # Behind a barrier: XLA merges slices of the result into its top-k, no longer knows it for one, and sorts the vocabulary.
+    candidates = jax.lax.optimization_barrier(jax.lax.top_k(rows, num_candidates)[0])  # descending
 
     k_inside = k <= num_candidates
     kth = jnp.take_along_axis(candidates, jnp.minimum(k, num_candidates)[:, None] - 1, axis=1)[:, 0]

@@ -99,8 +99,8 @@ LISTS = {  # field: values, and what the error says of them
         (["a", None], "stop is None: allowed is non-empty strings"),
         (["x" * 10_000], f"stop is '{'x' * 79}…: allowed is strings of up to 1024 characters"),
         ("x" * 1025, f"stop is '{'x' * 79}…: allowed is strings of up to 1024 characters"),
-        (["x"] * 65, "stop is 'a list of 65': allowed is up to 64 strings"),
-        (["x"] * 10_000, "stop is 'a list of 10000': allowed is up to 64 strings"),
+        (["x"] * 65, "stop is a list of 65: allowed are up to 64 strings"),
+        (["x"] * 10_000, "stop is a list of 10000: allowed are up to 64 strings"),
     ],
     "stop_token_ids": [
         (5, "stop_token_ids is 5: allowed is a list"),
