@@ -15,12 +15,11 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import tyro
+from scoring import text_logits
 
 from spec_jax import LLM, SamplingParams
 from spec_jax.bench import Question, read_questions
-from spec_jax.cache import create_cache
 from spec_jax.checkpoints import open_model
-from spec_jax.models.decoder import Decoder, Rows
 from spec_jax.sampling import SamplingState, gumbel, process
 
 
@@ -96,7 +95,7 @@ def score_gap(args: Arguments, question: Question, left: list[int], right: list[
     prompt = files.tokenizer.encode_chat(question.prompt)
     at = next(i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b)
     text = prompt + left[:at]
-    scores = last_logits(files.load(dtype=args.dtype), text)
+    scores = text_logits(files.load(dtype=args.dtype), text, len(text) - 1)[None]
     if temperature:
         seed = np.array([[0, int(question.question_id)]], np.uint32)
         state = SamplingState(
@@ -110,17 +109,6 @@ def score_gap(args: Arguments, question: Question, left: list[int], right: list[
         scores = process(scores, state) + gumbel(state.seed, jnp.array([[len(text)]]), scores.shape[-1])
     best = np.sort(np.asarray(scores).ravel())[-2:]
     return float(best[1] - best[0])
-
-
-def last_logits(decoder: Decoder, text: list[int]) -> jnp.ndarray:
-    """[1, 1, V] after the whole text."""
-    page = 16
-    num_pages = -(-len(text) // page)
-    cache = create_cache(decoder.config, num_pages + 1, page, decoder.embedding.dtype)
-    positions = jnp.arange(len(text))[None]
-    rows = Rows(positions, jnp.arange(1, num_pages + 1)[None], jnp.ones_like(positions, bool))
-    hidden, _ = decoder(jnp.array([text]), rows, cache)
-    return decoder.logits(hidden[:, -1:])
 
 
 if __name__ == "__main__":
