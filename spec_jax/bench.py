@@ -148,7 +148,7 @@ def _warm_up(llm: LLM, questions: Sequence[Question], params: SamplingParams) ->
         length = len(llm.tokenizer.encode_chat(question.prompt))
         before = llm.engine.programs.num_compilations
         longest = min(length + params.max_tokens, llm.engine.config.max_model_len)
-        for program in llm.engine.prepare(length, longest, streams=True):
+        for program in llm.engine.prepare(length, params, longest, streams=True):
             program.compile()
         if llm.engine.programs.num_compilations > before:
             _ask(llm, question, params)

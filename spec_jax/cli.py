@@ -161,7 +161,8 @@ def _generate(command: Generate) -> None:
 
     from .llm import LLM
 
-    llm = LLM(**vars(command.options), max_num_seqs=1, warm_up=None if command.parse_special else prompt)
+    warm_up = None if command.parse_special else prompt
+    llm = LLM(**vars(command.options), max_num_seqs=1, warm_up=warm_up, warm_up_params=params)
     gc.freeze()
     gc.enable()
     shown = 0

@@ -22,6 +22,7 @@ from .errors import UserError
 from .logits_processors import ProcessorState
 from .models.decoder import Decoder
 from .models.layers import abstract_weights
+from .params import SamplingParams
 from .programs import Program, Programs
 from .request import Request
 from .sampling import SamplingState
@@ -99,20 +100,24 @@ class Engine:
         """Gives the engine its weights; they must be as its model config and dtype say."""
         self._weights = jax.tree.leaves(nnx.state(decoder))
 
-    def prepare(self, prompt_length: int, max_length: int | None = None, *, streams: bool) -> Iterator[Program]:
+    def prepare(
+        self, prompt_length: int, params: SamplingParams, max_length: int | None = None, *, streams: bool
+    ) -> Iterator[Program]:
         """The programs that a single request needs on its way from `prompt_length` to `max_length` tokens, in order.
 
         Without `max_length`, as far as its first two bursts can go: both are on their way before the first is read.
         The programs are not compiled yet: do that on other threads while the weights are being read.
         """
         for start, count, size in self._chunks(0, prompt_length - 1):
-            yield self.programs.prefill(size, self._page_bucket(start + count))
+            prefill = self.programs.prefill if params.prompt_logprobs is None else self.programs.prefill_with_logprobs
+            yield prefill(size, self._page_bucket(start + count))
         growth = self._rounds(streams) * (self.draft.num_tokens + 1)
         longest = prompt_length
         max_length = min(max_length or prompt_length + 2 * growth, self.config.max_model_len)
         while longest < max_length:
             longest = min(longest + growth, max_length)
-            yield self.programs.burst(self._burst_shape(1, longest))
+            burst = self.programs.constrained_burst if params.is_constrained else self.programs.burst
+            yield burst(self._burst_shape(1, longest, params.needs_processors))
         yield self.programs.insert()
 
     def add(self, request: Request) -> None:
@@ -322,7 +327,7 @@ class Engine:
         rounds = self._rounds(any(request.streams for request in taking_part.values()))
         growth = rounds * (self.draft.num_tokens + 1)
         longest = max(self._longest(slot, request, growth) for slot, request in live.items())
-        has_processors = constraint is not None or any(r.needs_processors for r in taking_part.values())
+        has_processors = any(r.params.needs_processors for r in live.values())
         shape = self._burst_shape(max(live) + 1, longest, has_processors)
         here = self._on_device
         arguments = (self._weights, here.cache, here.state, here.token_bias, np.int32(rounds))

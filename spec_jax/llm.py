@@ -43,7 +43,8 @@ class LLM:
       num_kv_tokens: room of the cache in tokens over all sequences; by default enough for the longest one, and for
         `max_num_seqs` of them up to 16,384 tokens.
       rounds_per_burst: rounds that the device runs before the host looks again, where nobody streams.
-      warm_up: a prompt like the first one to come: what it needs is compiled while the weights are read.
+      warm_up, warm_up_params: a prompt like the first one to come, and its parameters: what they need is compiled while the
+        weights are read.
       mesh, rules: devices to shard over; `ShardingRules()` puts heads, feed-forward and vocabulary on axis "tp".
 
     Raises:
@@ -62,6 +63,7 @@ class LLM:
         num_kv_tokens: int | None = None,
         rounds_per_burst: int = 8,
         warm_up: Prompt | None = None,
+        warm_up_params: SamplingParams | None = None,
         mesh: Mesh | None = None,
         rules: ShardingRules | None = None,
     ):
@@ -88,7 +90,7 @@ class LLM:
             compiling = []
             length = 0 if warm_up is None else len(self._encode(warm_up, parse_special=False))
             if 0 < length < engine_config.max_model_len:
-                programs = self.engine.prepare(length, streams=True)
+                programs = self.engine.prepare(length, warm_up_params or SamplingParams(), streams=True)
                 compiling = [compiler.submit(program.compile) for program in programs]
             try:
                 self._decoder = files.load(dtype=dtype, mesh=mesh, rules=rules)

@@ -87,6 +87,15 @@ class SamplingParams:
     def is_constrained(self) -> bool:
         return self.json_schema is not None or self.regex is not None
 
+    @property
+    def needs_processors(self) -> bool:
+        """Whether anything is asked for that `logits_processors` do, or log-probabilities."""
+        has_penalty = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+        forbids = (
+            self.allowed_token_ids is not None or bool(self.bad_words) or self.min_tokens > 0 or self.is_constrained
+        )
+        return has_penalty or forbids or bool(self.logit_bias) or self.logprobs is not None
+
     def _freeze_lists(self) -> None:
         """Lists become tuples, so that nobody changes a request on its way."""
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop

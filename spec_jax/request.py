@@ -147,14 +147,6 @@ class Request:
     def is_finished(self) -> bool:
         return self.finish_reason is not None
 
-    @property
-    def needs_processors(self) -> bool:
-        """Whether anything beyond temperature and cuts is asked for."""
-        params = self.params
-        has_penalty = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1, 0, 0)
-        forbids = params.allowed_token_ids is not None or bool(self.bad_words) or params.min_tokens > 0
-        return has_penalty or forbids or bool(params.logit_bias) or params.logprobs is not None
-
     def append(self, tokens: Sequence[int], finish_reason: str | None, logprobs: TokenLogprobs | None = None) -> None:
         """Takes the tokens of one burst; a stop string ends the request at the token that completes it.
 
