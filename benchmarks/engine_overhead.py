@@ -34,16 +34,16 @@ def main(model: str = "smollm2-135m", max_tokens: int = 256, repeats: int = 7) -
 def bare(llm: LLM, prompt: Prompt, params: SamplingParams) -> float:
     """Tokens per second from prompt to end, with the engine's own programs and nothing of its scheduling."""
     engine = llm.engine
-    request = llm._request(prompt, params, False)
+    [request] = llm._requests(prompt, params, False)
     start = time.perf_counter()
     engine.add(request)
     engine._prefill()
     length, rounds = len(request.prompt), np.int32(engine.config.rounds_per_burst)
     growth = int(rounds) * (engine.draft.num_tokens + 1)
     while True:
-        program = engine.programs.burst(engine._burst_shape(1, min(length + growth, request.max_length)))
+        program = engine.programs.burst(engine._burst_shape(1, min(length + growth, request.max_length), False, False))
         here = engine._on_device
-        here.cache, here.state, out = program(engine._weights, here.cache, here.state, rounds)
+        here.cache, here.state, out = program(engine._weights, here.cache, here.state, here.token_bias, rounds, None)
         length += int(out.num_tokens[0])
         if int(out.finish[0]):
             break

@@ -114,7 +114,7 @@ class EngineConfig:
     max_bad_word_tokens: int = 8
     rounds_per_burst: int = 8
     rounds_per_burst_streaming: int = 2
-    prefill_chunks: tuple[int, ...] = (64, 256)
+    prefill_chunks: tuple[int, ...] = (16, 64, 256)
     min_context_bucket: int = 256
 
     def __post_init__(self) -> None:

@@ -83,7 +83,8 @@ class BurstShape:
     `row_widths` are the T that a pass may have, ascending, the last one at least K + 1. A round takes the narrowest that
     holds its drafts: on a CPU a row costs time, so a round without drafts runs narrow. On a GPU one width is best.
     `num_weak_drafts` is how many of the K tokens a weak match, of a single token, may propose. `has_processors`: the program
-    knows `logits_processors` and log-probabilities; what no slot asks for is not even compiled.
+    knows `logits_processors` and log-probabilities; what no slot asks for is not even compiled. `is_constrained`: it takes a
+    `Constraint`, and has processors as well.
     """
 
     draft: DraftConfig
@@ -92,7 +93,8 @@ class BurstShape:
     rounds_capacity: int
     row_widths: tuple[int, ...]
     num_weak_drafts: int
-    has_processors: bool = False
+    has_processors: bool
+    is_constrained: bool
 
 
 def create_state(
@@ -154,7 +156,7 @@ def decode_burst(
     """Up to `max_rounds` rounds for the first `num_slots` slots; ends early when none of them can go on.
 
     Contexts must fit `num_pages` pages for all of these rounds. `cache` and `state` are meant to be donated. `token_bias`
-    [slots, V] float32 is read for slots with `has_bias`. A `constraint` needs a shape with processors.
+    [slots, V] float32 is read for slots with `has_bias`. A `constraint` comes with a shape that is constrained.
     """
     slots = jax.tree.map(lambda x: x[: shape.num_slots], state)
     token_bias = token_bias[: shape.num_slots]

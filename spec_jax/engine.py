@@ -6,7 +6,8 @@ device never waits for Python. A slot that ended in burst n is inactive in burst
 
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,17 +18,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .cache import PagedCache, create_cache
 from .config import DraftConfig, EngineConfig, ModelConfig
-from .decode_loop import LENGTH, RUNNING, STOPPED, BurstOutput, BurstShape, Constraint, DecodeState, create_state
+from .decode_loop import LENGTH, STOPPED, BurstOutput, BurstShape, Constraint, DecodeState, create_state
 from .errors import UserError
-from .logits_processors import ProcessorState
 from .models.decoder import Decoder
 from .models.layers import abstract_weights
 from .params import SamplingParams
 from .programs import Program, Programs
 from .request import Request
-from .sampling import SamplingState
 from .scheduler import Scheduler
 from .sharding import ShardingRules
+from .slot_row import check_tokens, filled, needs_bias, slot_row, token_bias
 
 _FINISH_REASONS = {STOPPED: "stop", LENGTH: "length"}
 
@@ -80,15 +80,16 @@ class Engine:
             config.max_num_seqs, config.max_model_len + draft.num_tokens, self._max_pages, config.max_stop_ids,
             draft.num_tokens, (config.max_bad_words, config.max_bad_word_tokens),
         )  # fmt: skip
-        token_bias = jax.numpy.zeros((config.max_num_seqs, model_config.vocab_size), np.float32)
+        bias = jax.numpy.zeros((config.max_num_seqs, model_config.vocab_size), np.float32)
         if mesh is not None:
-            state, token_bias = jax.device_put((state, token_bias), NamedSharding(mesh, PartitionSpec()))
+            state, bias = jax.device_put((state, bias), NamedSharding(mesh, PartitionSpec()))
         abstract = Decoder(abstract_weights(dtype, mesh, rules), model_config)
-        self.programs = Programs(abstract, cache, state, mesh)
-        self._on_device = _OnDevice(cache, state, token_bias)
+        self.programs = Programs(abstract, cache, state, bias, mesh)
+        self._on_device = _OnDevice(cache, state, bias)
         self._weights: list[jax.Array] = []
         self._prefilling: Request | None = None
         self._in_flight: _Burst | None = None
+        self._failed: list[Request] = []  # ended since the last step, by their grammars
         # A device that still computes while Python is torn down would end in a crash: wait for it before.
         weakref.finalize(self, _wait, self._on_device)
 
@@ -109,16 +110,16 @@ class Engine:
         The programs are not compiled yet: do that on other threads while the weights are being read.
         """
         for start, count, size in self._chunks(0, prompt_length - 1):
-            prefill = self.programs.prefill if params.prompt_logprobs is None else self.programs.prefill_with_logprobs
-            yield prefill(size, self._page_bucket(start + count))
+            yield self.programs.prefill(size, self._page_bucket(start + count), params.prompt_logprobs is not None)
         growth = self._rounds(streams) * (self.draft.num_tokens + 1)
         longest = prompt_length
         max_length = min(max_length or prompt_length + 2 * growth, self.config.max_model_len)
         while longest < max_length:
             longest = min(longest + growth, max_length)
-            burst = self.programs.constrained_burst if params.is_constrained else self.programs.burst
-            yield burst(self._burst_shape(1, longest, params.needs_processors))
+            yield self.programs.burst(self._burst_shape(1, longest, params.needs_processors, params.is_constrained))
         yield self.programs.insert()
+        yield self.programs.set_bias()
+        yield self.programs.deactivate()
 
     def add(self, request: Request) -> None:
         """Queues a request. Raises UserError, as `check` does, for what could never run."""
@@ -133,42 +134,8 @@ class Engine:
                 f"a prompt of {len(request.prompt)} tokens that may grow to {request.max_length}: a prompt needs at least "
                 f"one token, and must leave room for one more within max_model_len {self.config.max_model_len}"
             )
-        limit, count = self.config.max_stop_ids, len(request.stop_ids)
-        if count > limit:
-            raise UserError(f"{count} stop token ids (the model's own included): at most {limit} are possible")
-        self._check_ids(request)
+        check_tokens(request, self.config, self._vocab_size)
         self.scheduler.check(request)
-
-    def _check_ids(self, request: Request) -> None:
-        params = request.params
-        for name, ids in (
-            ("prompt", request.prompt),
-            ("stop_token_ids", params.stop_token_ids),
-            ("logit_bias", params.logit_bias or ()),
-            ("allowed_token_ids", params.allowed_token_ids or ()),
-            ("bad_words", [token for word in request.bad_words for token in word]),
-        ):
-            for token in ids:
-                if not 0 <= token < self._vocab_size:
-                    raise UserError(f"{name} has token id {token}: the vocabulary has ids 0 to {self._vocab_size - 1}")
-        sequences = [word for word in request.bad_words if len(word) > 1]
-        limit = self.config.max_bad_words
-        if len(sequences) > limit:
-            raise UserError(f"bad_words are {len(sequences)} sequences of several tokens: at most {limit} are possible")
-        longest, limit = max((len(word) for word in sequences), default=0), self.config.max_bad_word_tokens
-        if longest > limit:
-            raise UserError(f"bad_words has a word of {longest} tokens: at most {limit} are possible")
-        # What is left if everything is forbidden at once that can be: it must not be nothing.
-        left = set(
-            params.allowed_token_ids or range(self._vocab_size) if request.bad_words or params.min_tokens else []
-        )
-        without_bad = left - {word[-1] for word in request.bad_words}
-        if left and not without_bad:
-            raise UserError("bad_words can forbid every token that allowed_token_ids allows: nothing could be sampled")
-        if without_bad and params.min_tokens and not without_bad - set(request.stop_ids):
-            raise UserError(
-                "min_tokens forbids the stop ids at first, and allowed_token_ids allows no others: nothing could be sampled"
-            )
 
     def abort(self, request: Request) -> None:
         """Ends a request early; its slot and pages are free at once. Nothing happens if it has ended."""
@@ -189,13 +156,14 @@ class Engine:
         request.num_prefilled = 0
         if len(request.prompt_logprobs) < len(request.prompt):
             del request.prompt_logprobs[1:]
-        self.scheduler.waiting.appendleft(request)
+        self.scheduler.put_back(request)
 
     def step(self) -> list[Request]:
         """Schedule, dispatch, collect. Returns the requests with news."""
         self._prefill()
         previous, self._in_flight = self._in_flight, self._dispatch()
-        return self._collect(previous) if previous else []
+        failed, self._failed = self._failed, []
+        return failed + (self._collect(previous) if previous else [])
 
     # --- schedule -----------------------------------------------------------------------------------------------------
 
@@ -216,8 +184,9 @@ class Engine:
                 if someone_waits:
                     break
             if request.num_prefilled >= num_tokens:
-                self._insert(request)
-                self._prefilling = None
+                self._prefilling = None  # first: from here on, whoever ends the request must tell the device
+                with self._all_or_none([request]):
+                    self._insert(request)
             if someone_waits:
                 return
 
@@ -226,17 +195,20 @@ class Engine:
         start, count, size = next(self._chunks(request.num_prefilled, len(text) - 1))
         num_pages = self._page_bucket(start + count)
 
-        def chunk(first: int) -> Any:
-            return _filled(text[first : first + count], size)
-
-        here, table = self._on_device, self._block_table(request)[:num_pages]
-        place = (np.int32(start), np.int32(count), table)
-        if request.params.prompt_logprobs is None or len(request.prompt_logprobs) >= len(request.prompt):
-            here.cache = self.programs.prefill(size, num_pages)(self._weights, here.cache, chunk(start), *place)
-        else:
-            here.cache, logprobs = self.programs.prefill_with_logprobs(size, num_pages)(
-                self._weights, here.cache, chunk(start), chunk(start + 1), *place
-            )
+        wants_logprobs = request.params.prompt_logprobs is not None and len(request.prompt_logprobs) < len(
+            request.prompt
+        )
+        here = self._on_device
+        here.cache, logprobs = self.programs.prefill(size, num_pages, wants_logprobs)(
+            self._weights,
+            here.cache,
+            filled(text[start : start + count], size),
+            filled(text[start + 1 : start + 1 + count], size) if wants_logprobs else None,
+            np.int32(start),
+            np.int32(count),
+            filled(request.pages, self._max_pages)[:num_pages],
+        )
+        if wants_logprobs:
             request.append_prompt_logprobs(text[start + 1 : start + 1 + count], jax.tree.map(np.asarray, logprobs))
         request.num_prefilled += count
 
@@ -250,65 +222,12 @@ class Engine:
             start += count
 
     def _insert(self, request: Request) -> None:
-        params, here, config = request.params, self._on_device, self.config
-        text = request.tokens
-        rounds, drafted, accepted = request.counters
-        has_bias = self._set_bias(request)
-
-        def array(value: Any, dtype: type = np.int32) -> Any:
-            return np.asarray(value, dtype)
-
-        row = DecodeState(
-            tokens=_filled(text, here.state.tokens.shape[1]),
-            prompt_length=array(len(request.prompt)),
-            length=array(len(text)),
-            max_length=array(request.max_length),
-            block_tables=self._block_table(request),
-            active=array(True, np.bool_),
-            finish=array(RUNNING),
-            stop_ids=_filled(request.stop_ids, config.max_stop_ids, -1),
-            processors=ProcessorState(
-                repetition_penalty=array(params.repetition_penalty, np.float32),
-                presence_penalty=array(params.presence_penalty, np.float32),
-                frequency_penalty=array(params.frequency_penalty, np.float32),
-                min_length=array(min(len(request.prompt) + params.min_tokens, request.max_length)),
-                bad_words=_bad_word_table(request.bad_words, config),
-                has_bias=array(has_bias, np.bool_),
-            ),
-            sampling=SamplingState(
-                temperature=array(params.temperature, np.float32),
-                top_k=array(min(max(params.top_k, 0), self._vocab_size)),
-                top_p=array(params.top_p, np.float32),
-                min_p=array(params.min_p, np.float32),
-                typical_p=array(params.typical_p, np.float32),
-                seed=array([request.seed >> 32, request.seed & 0xFFFFFFFF], np.uint32),
-            ),
-            wants_logprobs=array(params.logprobs is not None, np.bool_),
-            rounds=array(rounds),
-            drafted=array(drafted),
-            accepted=_filled(accepted, self.draft.num_tokens),
-        )
-        here.state = self.programs.insert()(here.state, np.int32(request.slot), row)
-
-    def _set_bias(self, request: Request) -> bool:
-        """Writes what is added to each token's score, where the request wants any of it; says whether it does."""
-        params = request.params
-        banned = [word[0] for word in request.bad_words if len(word) == 1]
-        if not (params.logit_bias or params.allowed_token_ids or banned):
-            return False
-        bias = np.zeros(self._vocab_size, np.float32)
-        if params.allowed_token_ids is not None:
-            bias[:] = -np.inf
-            bias[list(params.allowed_token_ids)] = 0
-        bias[banned] = -np.inf
-        for token, value in (params.logit_bias or {}).items():
-            bias[token] += value
-        here = self._on_device
-        here.token_bias = self.programs.set_bias()(here.token_bias, np.int32(request.slot), bias)
-        return True
-
-    def _block_table(self, request: Request) -> Any:
-        return _filled(request.pages, self._max_pages)
+        here, slot = self._on_device, np.int32(request.slot)
+        if needs_bias(request):
+            bias = token_bias(request, self._vocab_size)
+            here.token_bias = self.programs.set_bias()(here.token_bias, slot, bias)
+        row = slot_row(request, self.config, self.draft.num_tokens, self._vocab_size, self._max_pages)
+        here.state = self.programs.insert()(here.state, slot, row)
 
     # --- dispatch -----------------------------------------------------------------------------------------------------
 
@@ -324,22 +243,23 @@ class Engine:
             taking_part = {slot: r for slot, r in taking_part.items() if not r.is_finished}
         if not taking_part:
             return None
-        rounds = self._rounds(any(request.streams for request in taking_part.values()))
+        # Bursts are short where a slot waits for the host: for what it streams, or for what its grammar allows next.
+        rounds = self._rounds(bool(constrained) or any(request.streams for request in live.values()))
         growth = rounds * (self.draft.num_tokens + 1)
         longest = max(self._longest(slot, request, growth) for slot, request in live.items())
         has_processors = any(r.params.needs_processors for r in live.values())
-        shape = self._burst_shape(max(live) + 1, longest, has_processors)
+        shape = self._burst_shape(max(live) + 1, longest, has_processors, constraint is not None)
         here = self._on_device
-        arguments = (self._weights, here.cache, here.state, here.token_bias, np.int32(rounds))
-        if constraint is None:
-            here.cache, here.state, output = self.programs.burst(shape)(*arguments)
-        else:
-            here.cache, here.state, output = self.programs.constrained_burst(shape)(*arguments, constraint)
-        if all(request.params.logprobs is None for request in taking_part.values()):
-            output = output._replace(logprobs=None)  # nobody reads them: they need not be copied
-        for array in jax.tree.leaves(output):
-            array.copy_to_host_async()
-        return _Burst(output, taking_part, growth)
+        program = self.programs.burst(shape)
+        with self._all_or_none(taking_part.values()):
+            here.cache, here.state, output = program(
+                self._weights, here.cache, here.state, here.token_bias, np.int32(rounds), constraint
+            )
+            if all(request.params.logprobs is None for request in taking_part.values()):
+                output = output._replace(logprobs=None)  # nobody reads them: they need not be copied
+            for array in jax.tree.leaves(output):
+                array.copy_to_host_async()
+            return _Burst(output, taking_part, growth)
 
     def _constraint(self, num_slots: int, constrained: dict[int, Request], waiting: set[int]) -> Constraint:
         """Checked drafts and masks for the slots with a grammar. One whose grammar cannot be followed any more ends."""
@@ -364,6 +284,7 @@ class Engine:
             if request.grammar.error is not None:
                 request.finish_reason, request.stop_reason = "error", request.grammar.error
                 self._retire(request, on_device=True)
+                self._failed.append(request)
                 continue
             constraint.is_ready[slot] = True
             constraint.drafts[slot, : len(drafts)] = drafts
@@ -377,7 +298,7 @@ class Engine:
     def _rounds(self, streams: bool) -> int:
         return self.config.rounds_per_burst_streaming if streams else self.config.rounds_per_burst
 
-    def _burst_shape(self, num_slots: int, longest: int, has_processors: bool = False) -> BurstShape:
+    def _burst_shape(self, num_slots: int, longest: int, has_processors: bool, is_constrained: bool) -> BurstShape:
         num_slots = self._num_slots(num_slots)
         widths = _row_widths(self.draft.num_tokens, num_slots, jax.default_backend())
         return BurstShape(
@@ -388,6 +309,7 @@ class Engine:
             row_widths=widths,
             num_weak_drafts=min(widths[0] - 1, self.draft.num_tokens),
             has_processors=has_processors,
+            is_constrained=is_constrained,
         )
 
     def _num_slots(self, needed: int) -> int:
@@ -408,28 +330,34 @@ class Engine:
     # --- collect ------------------------------------------------------------------------------------------------------
 
     def _collect(self, burst: _Burst) -> list[Request]:
-        try:
+        changed = []
+        with self._all_or_none(burst.requests.values()):
             out = _to_host(burst.output)
-        except BaseException:  # interrupted while waiting: what these requests have got is lost, so they end
-            for request in burst.requests.values():
+            for slot, request in burst.requests.items():
+                if request.is_finished:
+                    continue
+                request.counters = (int(out.rounds[slot]), int(out.drafted[slot]), tuple(map(int, out.accepted[slot])))
+                reason = _FINISH_REASONS.get(int(out.finish[slot]))
+                tokens = out.tokens[slot, : out.num_tokens[slot]].tolist()
+                logprobs = None if out.logprobs is None else jax.tree.map(lambda x, slot=slot: x[slot], out.logprobs)
+                request.append(tokens, reason, logprobs)
+                if request.grammar is not None:
+                    request.grammar.accept(tokens)
+                    request.proposed = out.proposed[slot, : out.num_proposed[slot]].tolist()
+                if request.is_finished:
+                    self._retire(request, on_device=reason is None)
+                changed.append(request)
+        return changed
+
+    @contextmanager
+    def _all_or_none(self, requests: Iterable[Request]) -> Iterator[None]:
+        """What is interrupted inside has lost tokens of these requests, or their places: none of them may go on."""
+        try:
+            yield
+        except BaseException:
+            for request in list(requests):
                 self.abort(request)
             raise
-        changed = []
-        for slot, request in burst.requests.items():
-            if request.is_finished:
-                continue
-            request.counters = (int(out.rounds[slot]), int(out.drafted[slot]), tuple(map(int, out.accepted[slot])))
-            reason = _FINISH_REASONS.get(int(out.finish[slot]))
-            tokens = out.tokens[slot, : out.num_tokens[slot]].tolist()
-            logprobs = None if out.logprobs is None else jax.tree.map(lambda x, slot=slot: x[slot], out.logprobs)
-            request.append(tokens, reason, logprobs)
-            if request.grammar is not None:
-                request.grammar.accept(tokens)
-                request.proposed = out.proposed[slot, : out.num_proposed[slot]].tolist()
-            if request.is_finished:
-                self._retire(request, on_device=reason is None)
-            changed.append(request)
-        return changed
 
     def _retire(self, request: Request, *, on_device: bool) -> None:
         """Gives back slot and pages. `on_device`: the device does not know yet that the request has ended."""
@@ -438,21 +366,6 @@ class Engine:
         elif on_device and request.slot >= 0:
             self._on_device.state = self.programs.deactivate()(self._on_device.state, np.int32(request.slot))
         self.scheduler.release(request)
-
-
-def _filled(values: Any, size: int, fill: int = 0) -> Any:
-    """int32 [size]: `values`, and `fill` behind them."""
-    row = np.full(size, fill, np.int32)
-    row[: len(values)] = values
-    return row
-
-
-def _bad_word_table(words: Sequence[tuple[int, ...]], config: EngineConfig) -> Any:
-    """Sequences of several tokens as int32 [W, M], right-aligned, -1 elsewhere."""
-    table = np.full((config.max_bad_words, config.max_bad_word_tokens), -1, np.int32)
-    for row, word in zip(table, (word for word in words if len(word) > 1), strict=False):
-        row[-len(word) :] = word
-    return table
 
 
 def _to_host(output: BurstOutput) -> Any:

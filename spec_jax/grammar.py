@@ -39,19 +39,21 @@ class Grammar:
     def plan(self, proposed: Sequence[int], max_drafts: int) -> tuple[list[int], list[np.ndarray]]:
         """Drafts for the next round, and what is allowed before, between and after them.
 
-        What the grammar forces comes first, it is nearly always right; otherwise `proposed`, up to where the grammar breaks.
+        What the grammar forces comes first, it is nearly always right; otherwise `proposed`, as far as it holds.
 
         Returns:
           at most `max_drafts` drafts, and one mask more than that: uint32 [ceil(V / 32)], a bit per token.
         """
-        forced = self._matcher.compute_ff_tokens() if max_drafts else []
         drafts: list[int] = []
-        masks = [self._mask()]
-        for draft in list(forced or proposed)[:max_drafts]:
-            if not self._matcher.try_consume_tokens([draft]):
-                break
-            drafts.append(draft)
+        masks = []
+        for place in range(max_drafts + 1):
+            forced = self._matcher.compute_ff_tokens()
             masks.append(self._mask())
+            following = list(proposed[place:]) if drafts == list(proposed[:place]) else []
+            draft = (forced or following)[:1]
+            if place == max_drafts or not draft or not self._matcher.try_consume_tokens(draft):
+                break
+            drafts += draft
         self._matcher.rollback(len(drafts))
         return drafts, masks
 
@@ -113,7 +115,7 @@ class GrammarCompiler:
 
 def _on_deep_stack(call: Callable[[], "LLMatcher"]) -> "LLMatcher":
     """`llguidance` follows `$ref`s by recursion: a long chain would overflow the usual stack, which ends the process."""
-    usual = threading.stack_size(256 * 2**20)  # only what is used of it becomes memory
+    usual = threading.stack_size(64 * 2**20)
     try:
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(call).result()

@@ -97,7 +97,7 @@ class SamplingParams:
         return has_penalty or forbids or bool(self.logit_bias) or self.logprobs is not None
 
     def _freeze_lists(self) -> None:
-        """Lists become tuples, so that nobody changes a request on its way."""
+        """Copies, so that a caller who changes a list afterwards changes no request on its way."""
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         for name, value in (("stop", stop), ("stop_token_ids", self.stop_token_ids), ("bad_words", self.bad_words)):
             self._set(name, _as_tuple(name, value))

@@ -1,7 +1,8 @@
 """The prompt pass: chunks of one prompt, each writing its KV.
 
 The prompt's last token is left out: it is the first row of the first decode round. So token 0 is sampled, checked for
-stops and sped up by drafts where all others are, and a prefill needs no logits. What a prefill hands over is its pages.
+stops and sped up by drafts where all others are, and a prefill needs no logits, unless log-probabilities of the prompt are
+asked for. What a prefill hands over is its pages.
 """
 
 import jax
@@ -15,32 +16,20 @@ Array = jax.Array
 
 
 def prefill_chunk(
-    model: Decoder, cache: PagedCache, tokens: Array, start: Array, count: Array, block_table: Array
-) -> PagedCache:
-    """Writes the KV of `tokens[:count]` [C], which stand at `start ..` of the sequence with `block_table` [N]."""
-    return _pass(model, cache, tokens, start, count, block_table)[1]
-
-
-def prefill_chunk_with_logprobs(
     model: Decoder,
     cache: PagedCache,
     tokens: Array,
-    following: Array,
+    following: Array | None,
     start: Array,
     count: Array,
     block_table: Array,
-) -> tuple[PagedCache, TokenLogprobs]:
-    """The same, with the log-probabilities of `following` [C], the token behind each of `tokens`.
+) -> tuple[PagedCache, TokenLogprobs | None]:
+    """Writes the KV of `tokens[:count]` [C], which stand at `start ..` of the sequence with `block_table` [N].
 
-    As the last token is not prefilled, a prompt's chunks cover all of its tokens but the first, which has nothing before it.
+    `following` [C] is the token behind each of `tokens`, or None. Where given, its log-probabilities are returned: the
+    chunks of a prompt then cover all of its tokens but the first, which has nothing before it.
     """
-    hidden, cache = _pass(model, cache, tokens, start, count, block_table)
-    return cache, token_logprobs(model.logits(hidden)[0], following)
-
-
-def _pass(
-    model: Decoder, cache: PagedCache, tokens: Array, start: Array, count: Array, block_table: Array
-) -> tuple[Array, PagedCache]:
     index = jnp.arange(tokens.shape[0], dtype=jnp.int32)
     rows = Rows(positions=(start + index)[None], block_tables=block_table[None], keep=(index < count)[None])
-    return model(tokens[None], rows, cache)
+    hidden, cache = model(tokens[None], rows, cache)
+    return cache, None if following is None else token_logprobs(model.logits(hidden)[0], following)

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from .cache import PagedCache
 from .decode_loop import BurstShape, Constraint, DecodeState, decode_burst
 from .models.decoder import Decoder
-from .prefill import prefill_chunk, prefill_chunk_with_logprobs
+from .prefill import prefill_chunk
 
 _SCALAR = jax.ShapeDtypeStruct((), jnp.int32)
 
@@ -49,13 +49,14 @@ class Programs:
     prepared while weights are still being read.
     """
 
-    def __init__(self, decoder: Decoder, cache: PagedCache, state: DecodeState, mesh: Mesh | None):
+    def __init__(
+        self, decoder: Decoder, cache: PagedCache, state: DecodeState, token_bias: jax.Array, mesh: Mesh | None
+    ):
         graph, weights = nnx.split(decoder)
         leaves, tree = jax.tree.flatten(weights)
         self._merge = partial(_merge, graph, tree)
         self._weights = [_abstract(leaf) for leaf in leaves]
-        self._cache, self._state = jax.tree.map(_abstract, (cache, state))
-        self._bias = jax.ShapeDtypeStruct((state.length.shape[0], decoder.config.vocab_size), jnp.float32)
+        self._cache, self._state, self._bias = jax.tree.map(_abstract, (cache, state, token_bias))
         self._replicated = None if mesh is None else NamedSharding(mesh, PartitionSpec())
         self._known: dict[Hashable, Program] = {}
 
@@ -63,41 +64,21 @@ class Programs:
     def num_compilations(self) -> int:
         return len(self._known)
 
-    def prefill(self, chunk: int, num_pages: int) -> "Program":
-        """`(weights, cache, tokens [chunk], start, count, block_table [num_pages]) -> cache`."""
+    def prefill(self, chunk: int, num_pages: int, has_logprobs: bool) -> "Program":
+        """`(weights, cache, tokens [chunk], following [chunk] or None, start, count, block_table [num_pages]) -> (cache,
+        TokenLogprobs or None)`."""
 
-        def run(weights, cache, tokens, start, count, table):
-            return prefill_chunk(self._merge(weights), cache, tokens, start, count, table)
+        def run(weights, cache, *arguments):
+            return prefill_chunk(self._merge(weights), cache, *arguments)
 
+        row = self._row(chunk)
         return self._get(
-            ("prefill", chunk, num_pages), run, (1,), self._at(self._cache),
-            self._weights, self._cache, self._row(chunk), _SCALAR, _SCALAR, self._row(num_pages),
-        )  # fmt: skip
-
-    def prefill_with_logprobs(self, chunk: int, num_pages: int) -> "Program":
-        """`(weights, cache, tokens [chunk], following [chunk], start, count, block_table) -> (cache, TokenLogprobs)`."""
-
-        def run(weights, cache, tokens, following, start, count, table):
-            return prefill_chunk_with_logprobs(self._merge(weights), cache, tokens, following, start, count, table)
-
-        return self._get(
-            ("prefill_with_logprobs", chunk, num_pages), run, (1,), (self._at(self._cache), self._replicated),
-            self._weights, self._cache, self._row(chunk), self._row(chunk), _SCALAR, _SCALAR, self._row(num_pages),
+            ("prefill", chunk, num_pages, has_logprobs), run, (1,), (self._at(self._cache), self._replicated),
+            self._weights, self._cache, row, row if has_logprobs else None, _SCALAR, _SCALAR, self._row(num_pages),
         )  # fmt: skip
 
     def burst(self, shape: BurstShape) -> "Program":
-        """`(weights, cache, state, token_bias, max_rounds) -> (cache, state, BurstOutput)`."""
-
-        def run(weights, cache, state, bias, max_rounds):
-            return decode_burst(self._merge(weights), cache, state, bias, max_rounds, shape)
-
-        out = (self._at(self._cache), self._at(self._state), self._replicated)
-        return self._get(
-            ("burst", shape), run, (1, 2), out, self._weights, self._cache, self._state, self._bias, _SCALAR
-        )  # fmt: skip
-
-    def constrained_burst(self, shape: BurstShape) -> "Program":
-        """`(weights, cache, state, token_bias, max_rounds, Constraint) -> (cache, state, BurstOutput)`."""
+        """`(weights, cache, state, token_bias, max_rounds, Constraint or None) -> (cache, state, BurstOutput)`."""
 
         def run(weights, cache, state, bias, max_rounds, constraint):
             return decode_burst(self._merge(weights), cache, state, bias, max_rounds, shape, constraint)
@@ -110,10 +91,9 @@ class Programs:
             is_constrained=array(jnp.bool_), is_ready=array(jnp.bool_), drafts=array(jnp.int32, K),
             num_drafts=array(jnp.int32), allowed=array(jnp.uint32, K + 1, -(-self._bias.shape[1] // 32)),
         )  # fmt: skip
-        out = (self._at(self._cache), self._at(self._state), self._replicated)
         return self._get(
-            ("constrained_burst", shape), run, (1, 2), out,
-            self._weights, self._cache, self._state, self._bias, _SCALAR, constraint,
+            ("burst", shape), run, (1, 2), (self._at(self._cache), self._at(self._state), self._replicated),
+            self._weights, self._cache, self._state, self._bias, _SCALAR, constraint if shape.is_constrained else None,
         )  # fmt: skip
 
     def insert(self) -> "Program":
@@ -132,7 +112,7 @@ class Programs:
             return bias.at[slot].set(row)
 
         row = jax.ShapeDtypeStruct(self._bias.shape[1:], self._bias.dtype)
-        return self._get("set_bias", run, (0,), None, self._bias, _SCALAR, row)
+        return self._get("set_bias", run, (0,), self._replicated, self._bias, _SCALAR, row)
 
     def deactivate(self) -> "Program":
         """`(state, slot) -> state`: the slot takes no part in further rounds."""

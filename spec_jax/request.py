@@ -13,7 +13,8 @@ from .tokenizer import StreamDecoder, Tokenizer
 
 @dataclass(frozen=True)
 class RequestStats:
-    """Counters of one request.
+    """Counters of one request. They count what the device committed: where a stop string ends a text, it can be a few tokens
+    more than the text has.
 
     `acceptance_length` is committed tokens per pass of the target. `accepted_per_position[i]` counts committed drafts that
     stood at place i. `ttft_s` is the time to the first token. `tpot_s` is the time per token after the first burst, which

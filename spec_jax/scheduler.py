@@ -11,8 +11,8 @@ from .request import Request
 class Scheduler:
     """A queue in front of `max_num_seqs` slots and a pool of pages.
 
-    A request gets the pages for its longest possible text when it is admitted, so that nothing can fail or be taken away
-    later; until they are free it waits, and those behind it wait too.
+    A request gets the pages for its longest possible text when it is admitted, so that it can run to its end; until they
+    are free it waits, and those behind it wait too.
     """
 
     def __init__(self, max_num_seqs: int, num_pages: int, page_size: int):
@@ -60,6 +60,10 @@ class Scheduler:
         heapq.heappush(self._free_slots, request.slot)
         self.blocks.free(request.pages)
         request.slot, request.pages = -1, []
+
+    def put_back(self, request: Request) -> None:
+        """First in the queue, after it was released."""
+        self.waiting.appendleft(request)
 
     def _pages_for(self, request: Request) -> int:
         return -(-request.max_length // self._page_size)

@@ -5,7 +5,6 @@ with drafts sample is what the target's exact probabilities say. The first finds
 finds what is wrong with and without them, such as noise that is used twice.
 """
 
-import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -92,9 +91,10 @@ def run_checks(plain: LLM, drafted: LLM, num_samples: int, *, is_exact: bool = T
         ):
             yield check_identity(name, plain, drafted, params, is_exact)
     drawn = SamplingParams(temperature=1.0, ignore_eos=True)
-    for context, (length, params) in itertools.product(
-        CONTEXTS[:2],
-        ((1, drawn), (3, replace(drawn, top_k=4)), (3, replace(drawn, top_k=4, frequency_penalty=-1.0))),
+    for context, length, params in (
+        (CONTEXTS[0], 1, drawn),
+        (CONTEXTS[1], 3, replace(drawn, top_k=4)),
+        (CONTEXTS[2], 3, replace(drawn, top_k=4, frequency_penalty=-1.0)),
     ):
         yield check_distribution(plain, drafted, context, length, params, num_samples)
 

@@ -47,6 +47,27 @@ def test_json_is_one_object_with_the_documented_fields(run):
     assert len(answer["token_ids"]) == 12
 
 
+def test_every_sampling_parameter_is_an_option(run):
+    code, out, err = run(
+        "generate", "--prompt", "hello", "--json", "--max-tokens", "20", "--min-tokens", "5", "--ignore-eos",
+        "--temperature", "0.9", "--seed", "3", "--top-k", "50", "--top-p", "0.9", "--min-p", "0.01", "--typical-p", "0.9",
+        "--repetition-penalty", "1.1", "--presence-penalty", "0.1", "--frequency-penalty", "0.1", "--logit-bias", "70", "9",
+        "--allowed-token-ids", "70", "71", "72", "--bad-words", "x", "yz", "--stop", "never", "--stop-token-ids", "5",
+        "--logprobs", "2",
+    )  # fmt: skip
+    assert (code, err) == (0, "")
+    answer = json.loads(out)
+    assert set(answer["token_ids"]) <= {70, 71, 72}
+    assert len(answer["token_ids"]) == len(answer["logprobs"]) == 20
+
+
+def test_a_schema_may_stand_in_a_file(run, tmp_path):
+    path = tmp_path / "schema.json"
+    path.write_text('{"enum": ["red", "green"]}')
+    _, out, _ = run("generate", "--prompt", "colour", "--json-schema", str(path), "--json")
+    assert json.loads(json.loads(out)["text"]) in ("red", "green")
+
+
 def test_the_text_is_the_same_with_and_without_drafts(run):
     arguments = ("generate", "--prompt", "abab", "--max-tokens", "30", "--json", "--temperature", "0.9", "--seed", "5")
     texts = [json.loads(run(*arguments, "--draft", draft)[1])["token_ids"] for draft in ("none", "ngram", "auto")]
@@ -69,13 +90,19 @@ def test_a_system_message_means_chat(run):
     ("arguments", "message"),
     [
         (["--draft", "magic"], "draft 'magic' is unknown: allowed are auto, ngram, none"),
-        (["--max-tokens", "0"], "max_tokens is 0: allowed is an integer >= 1"),
-        (["--temperature", "-1"], "temperature is -1.0: allowed is a number >= 0"),
+        (["--max-tokens", "0"], "max_tokens is 0: allowed is an integer in [1, 2**31)"),
+        (["--temperature", "-1"], "temperature is -1.0: allowed is 0, or a number >= 1e-6"),
         (["--top-p", "0"], "top_p is 0.0: allowed is a number in (0, 1]"),
         (["--min-p", "2"], "min_p is 2.0: allowed is a number in [0, 1]"),
-        (["--top-k", "-5"], "top_k is -5: allowed is an integer >= 1"),
+        (["--top-k", "-5"], "top_k is -5: allowed is an integer in [1, 2**31), or 0 or -1 for off"),
         (["--seed", "-1"], "seed is -1: allowed is an integer in [0, 2**64)"),
         (["--stop", ""], "stop is '': allowed is non-empty strings"),
+        (["--min-tokens", "300"], "min_tokens is 300, more than max_tokens 256"),
+        (["--logit-bias", "999", "1.0"], "logit_bias has token id 999: the vocabulary has ids 0 to 258"),
+        (["--logprobs", "21"], "logprobs is 21: allowed is an integer in [0, 20], or None"),
+        (["--regex", "("], "regex cannot be used: "),
+        (["--json-schema", '{"not": {}}'], "json_schema cannot be used: "),
+        (["--json-schema", "no-such-file.json"], "json_schema is 'no-such-file.json': neither JSON nor a file"),
         (["--num-draft-tokens", "17"], "num_draft_tokens is 17: allowed are 0"),
         (["--max-model-len", "100000"], "max_model_len is 100000: this model was trained for at most 256"),
     ],

@@ -208,12 +208,13 @@ def test_too_many_stop_ids_are_refused_with_the_limit(engines):
 
 def test_a_wrong_weight_shape_never_reaches_a_program(tiny_decoder):
     engine = make_engine(tiny_decoder)
-    program = engine.programs.prefill(8, 8)
+    program = engine.programs.prefill(8, 8, False)
     with pytest.raises(TypeError, match=r"compiled for|incompatible|differ"):
         program(
             engine._weights,
             engine._on_device.cache,
             np.zeros(9, np.int32),
+            None,
             np.int32(0),
             np.int32(1),
             np.zeros(8, np.int32),

@@ -1,5 +1,6 @@
 """The Python API on a tiny model: prompts of every kind, streaming, stop strings, and clear errors."""
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -153,20 +154,6 @@ def test_options_out_of_range_are_named_with_their_limits(tiny_folder, options, 
         LLM(str(tiny_folder), **options)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("max_tokens", 0), ("max_tokens", -3), ("max_tokens", 1.5), ("temperature", -0.1),
-        ("temperature", float("nan")), ("top_p", 0.0), ("top_p", 1.1), ("min_p", -0.1), ("min_p", 1.5), ("top_k", -2),
-        ("top_k", 0.5), ("seed", -1), ("seed", 2**64), ("stop", ""), ("stop", ("ok", "")), ("stop_token_ids", (-1,)),
-        ("stop", None), ("stop_token_ids", 5),
-    ],
-)  # fmt: skip
-def test_sampling_parameters_out_of_range_are_named(field, value):
-    with pytest.raises(UserError, match=f"{field} is .*: allowed is"):
-        SamplingParams(**{field: value})
-
-
 def test_as_many_parameters_as_prompts(llm):
     with pytest.raises(UserError, match="2 prompts came with 3 SamplingParams"):
         llm.generate(["a", "b"], [FREE] * 3)
@@ -249,3 +236,65 @@ def test_a_stop_id_that_is_also_the_end_of_text_is_reported_when_the_user_asked_
     stop = free.token_ids[3]
     [output] = llm.generate("hello", SamplingParams(max_tokens=40, ignore_eos=True, stop_token_ids=[stop]))
     assert output.stop_reason == stop
+
+
+def test_n_completions_are_those_of_the_seeds_that_follow_each_other(llm):
+    params = SamplingParams(max_tokens=12, ignore_eos=True, temperature=1.0, seed=5)
+    [together] = llm.generate("hello", dataclasses.replace(params, n=3, prompt_logprobs=1))
+    alone = [llm.generate("hello", dataclasses.replace(params, seed=5 + i))[0] for i in range(3)]
+    assert [output.index for output in together.outputs] == [0, 1, 2]
+    assert [output.token_ids for output in together.outputs] == [output.token_ids for output in alone]
+    assert len(together.prompt_logprobs) == len(together.prompt_token_ids)
+    assert together.finished
+    *_, streamed = llm.stream("hello", dataclasses.replace(params, n=3))
+    assert [output.text for output in streamed.outputs] == [output.text for output in together.outputs]
+
+
+def test_the_largest_seed_goes_around(llm):
+    params = SamplingParams(max_tokens=4, ignore_eos=True, temperature=1.0, seed=2**64 - 1, n=2)
+    [both] = llm.generate("hello", params)
+    [zero] = llm.generate("hello", dataclasses.replace(params, seed=0, n=1))
+    assert both.outputs[1].token_ids == zero.token_ids
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_an_included_stop_string_is_the_end_of_the_text(tiny_folder, llm, k):
+    model = llm if k else llm.with_draft("none")
+    options, free, [stop, *_] = text_with_stops(model)
+    params = SamplingParams(**options, stop=stop, include_stop_str_in_output=True)
+    pieces = [output.text for output in model.stream("hello", params)]
+    assert pieces[-1] == free.text[: free.text.find(stop) + len(stop)]
+    assert all(pieces[-1].startswith(piece) for piece in pieces)
+
+
+def test_min_tokens_holds_back_stop_strings_and_stop_ids(llm):
+    options, free, [stop, later, *_] = text_with_stops(llm)
+    [early] = llm.generate("hello", SamplingParams(**options, stop=[stop, later]))
+    needed = len(early.token_ids)
+    [held] = llm.generate("hello", SamplingParams(**options, stop=[stop, later], min_tokens=needed))
+    assert (
+        held.text == free.text[: free.text.find(later)]
+    )  # the first one ends exactly with the tokens that must be there
+    [ended] = llm.generate("hello", SamplingParams(**options, stop=stop, min_tokens=needed - 1))
+    assert ended.text == early.text
+    token = free.token_ids[3]
+    [cut] = llm.generate("hello", SamplingParams(**options, stop_token_ids=[token], min_tokens=10))
+    assert token not in cut.token_ids[:10]
+    assert cut.token_ids[:3] == free.token_ids[:3]
+
+
+def test_another_drafter_on_the_same_weights_gives_the_same_text(llm):
+    other = llm.with_draft("none")
+    [a], [b] = llm.generate("abab abab", FREE), other.generate("abab abab", FREE)
+    assert a.token_ids == b.token_ids
+    assert b.stats.drafted == 0 < a.stats.drafted
+
+
+def test_a_bad_word_is_never_written(llm):
+    params = SamplingParams(max_tokens=60, ignore_eos=True, temperature=1.5, allowed_token_ids=[68, 69, 70], seed=1)
+    text = llm.generate("x", params)[0].text
+    word = text[5:8]
+    [output] = llm.generate("x", dataclasses.replace(params, bad_words=[word], logprobs=0))
+    assert word in text
+    assert word not in output.text
+    assert len(output.token_ids) == len(output.logprobs) == 60

@@ -115,7 +115,7 @@ def check_entry(entry, token: int, number: int, exact: np.ndarray, tokenizer) ->
 @pytest.mark.parametrize("number", [0, 5, MAX_LOGPROBS])
 @pytest.mark.parametrize("length", [2, 65, 66, 300])
 def test_prompt_logprobs_are_those_of_a_float64_reference_whatever_the_chunks(plain, reference, length, number):
-    """Chunks are of 64 and 256 tokens, and the last token of the prompt is in none: 1, 64, 65 -> 256, 256 + 43 -> 64."""
+    """Chunks are of 16, 64 and 256 tokens, the last token of the prompt is in none: 1, 64, 65 in 256, 256 + 43 in 64."""
     prompt = np.random.default_rng(length).integers(3, 259, length).tolist()
     [output] = plain.generate(prompt, SamplingParams(max_tokens=1, prompt_logprobs=number))
     exact = log_softmax(reference.logits(prompt))

@@ -20,6 +20,7 @@ COMMANDS = [
     if line.startswith("$ spec-jax ")
 ]
 EXAMPLES = [text for kind, text in BLOCKS if kind == "python"]
+[SCHEMA] = [text for kind, text in BLOCKS if kind == "json"]
 
 
 def test_the_readme_shows_both_ways_of_use():
@@ -27,10 +28,13 @@ def test_the_readme_shows_both_ways_of_use():
     assert EXAMPLES
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    "command", [pytest.param(c, marks=pytest.mark.slow) if c.startswith("spec-jax verify") else c for c in COMMANDS]
+)
 def test_a_command_runs_and_prints_what_the_readme_shows(command, tmp_path):
     dataset = tmp_path / "questions.jsonl"
     dataset.write_text('{"question_id": 1, "category": "qa", "turns": ["Say hello."]}\n')
+    (tmp_path / "person.json").write_text(SCHEMA)
     arguments = shlex.split(command.replace("spec_bench.jsonl", str(dataset)))[1:]
     done = subprocess.run(
         [sys.executable, "-m", "spec_jax", *arguments], capture_output=True, text=True, check=False, cwd=tmp_path

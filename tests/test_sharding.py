@@ -98,7 +98,8 @@ def test_the_whole_engine_gives_the_same_text_on_a_mesh():
     for mesh in (None, mesh_of(2)):
         engine = Engine(WIDE, DraftConfig(num_tokens=3), config, "float32", mesh, RULES)
         engine.load(sharded(mesh))
-        requests = [make_request(engine, p, temperature=t, seed=4) for p in PROMPTS[:3] for t in (0.0, 0.8)]
+        asked = [{}, {"temperature": 0.8}, {"logit_bias": {5: 3.0}, "logprobs": 2, "prompt_logprobs": 1}]
+        requests = [make_request(engine, p, seed=4, **params) for p in PROMPTS[:3] for params in asked]
         outputs.append(finish(engine, requests))
     assert outputs[0] == outputs[1]
 

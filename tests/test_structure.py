@@ -8,26 +8,34 @@ from flax import nnx
 
 from spec_jax.cache import create_cache
 from spec_jax.config import DraftConfig
-from spec_jax.decode_loop import BurstShape, create_state, decode_burst
+from spec_jax.decode_loop import BurstShape, Constraint, create_state, decode_burst
 
 HOST_PRIMITIVES = ("callback", "infeed", "outfeed", "device_put", "copy_to_host")
 
 
-@pytest.fixture(scope="module")
-def burst(tiny_decoder):
+def constraint(num_slots: int, num_drafts: int, vocab_size: int) -> Constraint:
+    return Constraint(
+        np.zeros(num_slots, np.bool_), np.zeros(num_slots, np.bool_), np.zeros((num_slots, num_drafts), np.int32),
+        np.zeros(num_slots, np.int32), np.zeros((num_slots, num_drafts + 1, -(-vocab_size // 32)), np.uint32),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=["plain", "processors", "constrained"])
+def burst(request, tiny_decoder):
     """A burst of two slots on a cache of 2,049 pages: its arguments and the function of them."""
     config = tiny_decoder.config
     graph, weights = nnx.split(tiny_decoder)
     cache = create_cache(config, 2049, 16, jnp.bfloat16)
     state = create_state(2, 300, 16, 4, 5)
-    shape = BurstShape(DraftConfig(num_tokens=5), 2, 16, 8, (1, 6), 0)
-
+    is_constrained = request.param == "constrained"
+    shape = BurstShape(DraftConfig(num_tokens=5), 2, 16, 8, (1, 6), 0, request.param != "plain", is_constrained)
     bias = jnp.zeros((2, config.vocab_size), jnp.float32)
+    host = constraint(2, 5, config.vocab_size) if is_constrained else None
 
-    def run(weights, cache, state, bias, rounds):
-        return decode_burst(nnx.merge(graph, weights), cache, state, bias, rounds, shape)
+    def run(weights, cache, state, bias, rounds, host):
+        return decode_burst(nnx.merge(graph, weights), cache, state, bias, rounds, shape, host)
 
-    return run, (weights, cache, state, bias, np.int32(8))
+    return run, (weights, cache, state, bias, np.int32(8), host)
 
 
 def primitives(jaxpr) -> list[str]:
@@ -59,9 +67,9 @@ def test_the_cache_is_updated_in_place(burst):
 
 
 def test_donated_buffers_keep_their_place(burst):
-    run, (weights, cache, state, bias, rounds) = burst
-    compiled = jax.jit(run, donate_argnums=(1, 2)).lower(weights, cache, state, bias, rounds).compile()
+    run, (weights, cache, state, *rest) = burst
+    compiled = jax.jit(run, donate_argnums=(1, 2)).lower(weights, cache, state, *rest).compile()
     cache, state = jax.tree.map(jnp.copy, (cache, state))
     before = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(cache)]
-    new_cache, _, _ = compiled(weights, cache, state, bias, rounds)
+    new_cache, _, _ = compiled(weights, cache, state, *rest)
     assert [x.unsafe_buffer_pointer() for x in jax.tree.leaves(new_cache)] == before
