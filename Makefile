@@ -12,7 +12,7 @@ test: $(VENV)/.test
 	$(BIN)/pytest -m "not slow"
 
 test-all: $(VENV)/.test
-	$(BIN)/pytest
+	XLA_FLAGS="--xla_backend_optimization_level=3 $$XLA_FLAGS" $(BIN)/pytest
 
 lint: $(VENV)/.test
 	$(BIN)/ruff format --check .

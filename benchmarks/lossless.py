@@ -12,15 +12,11 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-import jax.numpy as jnp
-import numpy as np
 import tyro
-from scoring import text_logits
 
 from spec_jax import LLM, SamplingParams
 from spec_jax.bench import Question, read_questions
-from spec_jax.checkpoints import open_model
-from spec_jax.sampling import SamplingState, gumbel, process
+from spec_jax.verify import score_gap
 
 
 @dataclass(frozen=True)
@@ -50,7 +46,7 @@ def main(args: Arguments) -> None:
                 pairs = list(zip(questions, drafted, plain[temperature], strict=True))
                 different = [(q, a, b) for q, a, b in pairs if a != b]
                 num_different += len(different)
-                found = [score_gap(args, question, a, b, temperature) for question, a, b in different]
+                found = [gap(args, question, a, b, temperature) for question, a, b in different]
                 gaps += found
                 print(
                     f"K={k} B={batch} T={temperature}: {len(different)} of {len(pairs)} differ from plain decoding"
@@ -89,26 +85,11 @@ def params(args: Arguments, question: Question, temperature: float) -> SamplingP
     return SamplingParams(max_tokens=args.max_tokens, temperature=temperature, seed=int(question.question_id))
 
 
-def score_gap(args: Arguments, question: Question, left: list[int], right: list[int], temperature: float) -> float:
-    """How far apart the two best scores are where two answers part, by a pass of their own."""
-    files = open_model(args.model)
-    prompt = files.tokenizer.encode_chat(question.prompt)
-    at = next(i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b)
-    text = prompt + left[:at]
-    scores = text_logits(files.load(dtype=args.dtype), text, len(text) - 1)[None]
-    if temperature:
-        seed = np.array([[0, int(question.question_id)]], np.uint32)
-        state = SamplingState(
-            jnp.array([temperature]),
-            jnp.array([0]),
-            jnp.array([1.0]),
-            jnp.array([0.0]),
-            jnp.array([1.0]),
-            jnp.array(seed),
-        )
-        scores = process(scores, state) + gumbel(state.seed, jnp.array([[len(text)]]), scores.shape[-1])
-    best = np.sort(np.asarray(scores).ravel())[-2:]
-    return float(best[1] - best[0])
+def gap(args: Arguments, question: Question, left: list[int], right: list[int], temperature: float) -> float:
+    """How far apart the two scores are where two answers part, by a pass of their own."""
+    llm = LLM(args.model, draft="none", dtype=args.dtype, max_num_seqs=1, max_model_len=4096)
+    prompt = llm.tokenizer.encode_chat(question.prompt)
+    return score_gap(llm, prompt, left, right, params(args, question, temperature))
 
 
 if __name__ == "__main__":

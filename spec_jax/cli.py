@@ -173,8 +173,12 @@ def _generate(command: Generate) -> None:
         shown = len(output.text)
     if command.json:
         print(json.dumps(_as_json(output)))
+    else:
+        print(flush=True)
+    if output.finish_reason == "error":
+        raise UserError(f"the text ended before its grammar did: {output.stop_reason}")
+    if command.json:
         return
-    print(flush=True)
     stats_line = (
         f"{len(output.token_ids)} tokens in {output.stats.rounds} passes of the target: "
         f"{output.stats.acceptance_length:.2f} per pass, {1000 * output.stats.tpot_s:.1f} ms per token, "

@@ -2,9 +2,10 @@
 
 import os
 
-# Tests compile much and run little: machine code that is not optimized takes half the time to make.
+# Tests compile much and run little: machine code that is not optimized takes half the time to make. `make test-all` says
+# otherwise: its proofs are of what users run.
 os.environ["XLA_FLAGS"] = (
-    f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+    f"--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 {os.environ.get('XLA_FLAGS', '')}"
 )
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["HF_HUB_OFFLINE"] = "1"

@@ -243,3 +243,28 @@ def test_min_tokens_beyond_the_model_length_never_overflows(engines):
     request = make_request(engine, [5], max_tokens=2**31 - 1, min_tokens=2**31 - 1)
     finish(engine, [request])
     assert (len(request.output), request.finish_reason) == (127, "length")
+
+
+@pytest.mark.parametrize("place", ["append", "_insert"])
+def test_an_interrupt_ends_all_who_lost_tokens_and_nobody_else(engines, monkeypatch, place):
+    """Ctrl-C at any moment: a text is whole, or says that it was aborted."""
+    engine = engines()
+    [expected] = finish(engine, [make_request(engine, PROMPTS[2])])
+    requests = [make_request(engine, PROMPTS[2]) for _ in range(5)]
+    owner = Request if place == "append" else Engine
+    right, calls = getattr(owner, place), itertools.count(1)
+
+    def interrupted(*arguments):
+        if next(calls) == 4:
+            raise KeyboardInterrupt
+        return right(*arguments)
+
+    monkeypatch.setattr(owner, place, interrupted)
+    for request in requests:
+        engine.add(request)
+    with pytest.raises(KeyboardInterrupt):
+        finish(engine, [])
+    finish(engine, [])
+    assert all(r.output == expected or r.finish_reason == "abort" for r in requests)
+    assert sum(r.output == expected for r in requests) >= 2
+    assert engine.scheduler.blocks.num_free == engine.scheduler.blocks.num_pages - 1

@@ -1,14 +1,25 @@
 """`spec-jax verify` passes on the engine as it is, and fails on every way we could think of to break the verifier."""
 
+from collections import Counter
 from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy import stats
 
 from spec_jax import LLM, SamplingParams, UserError, decode_loop
 from spec_jax.cli import main
-from spec_jax.verify import CONTEXTS, Check, check_distribution, check_identity, exact_probabilities, run_checks, verify
+from spec_jax.verify import (
+    CONTEXTS,
+    Check,
+    _likelihood,
+    check_distribution,
+    check_identity,
+    exact_probabilities,
+    run_checks,
+    verify,
+)
 from tests.reference import ReferenceModel
 
 SAMPLES = 400
@@ -122,3 +133,44 @@ def test_a_check_without_drafts_does_not_hold(plain):
     params = SamplingParams(max_tokens=1)
     assert not check_identity("short", plain, plain, params, True).holds
     assert not check_distribution(plain, plain, CONTEXTS[0], 1, replace(params, temperature=1.0), 100).holds
+
+
+@pytest.mark.parametrize(
+    ("exact", "seen"),
+    [
+        ([0.5, 0.3, 0.2], [210, 110, 80]),
+        ([0.5, 0.3, 0.2], [260, 80, 60]),
+        ([0.9, 0.05, 0.02], [360, 22, 10, 8]),
+        ([0.9995], [400]),
+        ([0.99999994], [400]),
+        ([0.995], [396, 4]),
+        ([0.6, 0.39], [0, 0, 400]),
+    ],
+)
+def test_the_likelihood_is_that_of_scipys_tests(exact, seen):
+    """The last of `seen` is what none of the exact runs is, where there are more of them."""
+    total, often = sum(seen), sum(seen[: len(exact)])
+    rest = max(1 - sum(exact), 1e-4)
+    tails = stats.binom.sf(total - often - 1, total, rest), stats.binom.cdf(total - often, total, rest)
+    binomial = min(1, 2 * min(tails)) if 1 - sum(exact) > 1e-4 else tails[0]
+    chi_square = 1.0
+    if len(exact) > 1 and often:
+        chi_square = stats.chisquare(seen[: len(exact)], np.array(exact) / sum(exact) * often).pvalue
+    counts = Counter({(i,): n for i, n in enumerate(seen)})
+    likelihood, _ = _likelihood({(i,): p for i, p in enumerate(exact)}, counts, total)
+    assert likelihood == pytest.approx(min(binomial, chi_square), rel=1e-3, abs=1e-12)
+
+
+def test_too_few_samples_for_any_run_show_nothing():
+    assert _likelihood({(i,): 1 / 64 for i in range(64)}, Counter({(1,): 100}), 100)[0] == 0
+
+
+def test_a_repeated_token_lifted_by_a_penalty_below_zero_is_among_the_exact_runs(plain, tiny_decoder):
+    """A token that was sampled may come back though the model puts it behind twenty others."""
+    context = plain.tokenizer.encode(CONTEXTS[1])
+    runs = exact_probabilities(plain, context, 2, SamplingParams(top_k=3, frequency_penalty=-2.0))
+    reference = ReferenceModel(tiny_decoder)
+    for first in {run[0] for run in runs}:
+        scores = reference.logits([*context, first])[-1].copy()
+        scores[first] += 2.0
+        assert {run[1] for run in runs if run[0] == first} == set(np.argsort(-scores)[:3].tolist())
