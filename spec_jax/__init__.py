@@ -4,7 +4,7 @@ from .errors import UserError
 from .params import SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "RequestOutput", "SamplingParams", "UserError"]
+__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams", "UserError"]
 
 
 def __getattr__(name: str):
@@ -13,8 +13,8 @@ def __getattr__(name: str):
         from .llm import LLM
 
         return LLM
-    if name == "RequestOutput":
-        from .request import RequestOutput
+    if name in ("CompletionOutput", "Logprob", "RequestOutput"):
+        from . import request
 
-        return RequestOutput
+        return getattr(request, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
