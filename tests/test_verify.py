@@ -22,7 +22,7 @@ from spec_jax.verify import (
 )
 from tests.reference import ReferenceModel
 
-SAMPLES = 400
+SAMPLES = 300
 
 
 @pytest.fixture(scope="module")
