@@ -80,26 +80,25 @@ def run_checks(plain: LLM, drafted: LLM, num_samples: int, *, is_exact: bool = T
     what a near-tie can change beyond that."""
     base = SamplingParams(max_tokens=48, ignore_eos=True, seed=1)
     seeded = replace(base, temperature=0.8)
+    # Penalties below 0 make a text repeat itself, so that many drafts are kept, each of which counts.
+    repetitive = replace(seeded, presence_penalty=-0.5, frequency_penalty=-0.6)
     yield check_identity("greedy", plain, drafted, base, is_exact)
     yield check_identity("seeded, temperature 0.8", plain, drafted, seeded, is_exact)
     if is_exact:
-        for name, params in (
-            (
-                "seeded, top-k, top-p, min-p, typical-p",
-                replace(seeded, top_k=50, top_p=0.9, min_p=0.01, typical_p=0.95),
-            ),
-            ("greedy, penalties", replace(base, repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.3)),
-            # Below 0 they make a text repeat itself, so that many drafts are kept, each of which counts.
-            ("seeded, penalties below 0", replace(seeded, presence_penalty=-0.5, frequency_penalty=-0.6)),
-            ("seeded, bad words, min_tokens", replace(seeded, bad_words=("b", "2 3"), min_tokens=9, ignore_eos=False)),
-        ):
-            yield check_identity(name, plain, drafted, params, is_exact)
+        yield check_identity("seeded, penalties below 0", plain, drafted, repetitive, is_exact)
     drawn = SamplingParams(temperature=1.0, ignore_eos=True)
     yield check_distribution(plain, drafted, CONTEXTS[0], 1, drawn, num_samples)
-    if is_exact:
-        for context, penalty in ((CONTEXTS[1], 0.0), (CONTEXTS[2], -1.0)):
-            params = replace(drawn, top_k=4, frequency_penalty=penalty)
-            yield check_distribution(plain, drafted, context, 3, params, num_samples)
+    if not is_exact:
+        return
+    for context, penalty in ((CONTEXTS[1], 0.0), (CONTEXTS[2], -1.0)):
+        params = replace(drawn, top_k=4, frequency_penalty=penalty)
+        yield check_distribution(plain, drafted, context, 3, params, num_samples)
+    for name, params in (
+        ("greedy, penalties", replace(base, repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.3)),
+        ("seeded, top-k, top-p, min-p, typical-p", replace(seeded, top_k=50, top_p=0.9, min_p=0.01, typical_p=0.95)),
+        ("seeded, bad words, min_tokens", replace(seeded, bad_words=("b", "2 3"), min_tokens=9, ignore_eos=False)),
+    ):
+        yield check_identity(name, plain, drafted, params, is_exact)
 
 
 def check_identity(name: str, plain: LLM, drafted: LLM, params: SamplingParams, is_exact: bool) -> Check:

@@ -664,6 +664,7 @@ def test_a_tokenizer_without_bytes_is_refused():
 # --- the real model ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_a_real_model_fills_a_schema_sensibly_and_with_drafts_in_fewer_passes():
     person = {

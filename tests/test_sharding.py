@@ -90,7 +90,12 @@ def test_no_pass_gathers_a_weight(size):
         assert np.prod([int(n) for n in shape[1].split(",")]) < min(weights), line
 
 
-def test_the_whole_engine_gives_the_same_text_on_a_mesh():
+PLAIN = [{}, {"temperature": 0.8}]
+PROCESSED = [{"logit_bias": {5: 3.0}, "logprobs": 2, "prompt_logprobs": 1, "frequency_penalty": 0.5}]
+
+
+@pytest.mark.parametrize("asked", [PLAIN, pytest.param(PROCESSED, marks=pytest.mark.slow)])
+def test_the_whole_engine_gives_the_same_text_on_a_mesh(asked):
     config = EngineConfig(
         max_model_len=64, max_num_seqs=2, page_size=8, prefill_chunks=(16,), min_context_bucket=64, rounds_per_burst=4
     )
@@ -98,7 +103,6 @@ def test_the_whole_engine_gives_the_same_text_on_a_mesh():
     for mesh in (None, mesh_of(2)):
         engine = Engine(WIDE, DraftConfig(num_tokens=3), config, "float32", mesh, RULES)
         engine.load(sharded(mesh))
-        asked = [{}, {"temperature": 0.8}, {"logit_bias": {5: 3.0}, "logprobs": 2, "prompt_logprobs": 1}]
         requests = [make_request(engine, p, seed=4, **params) for p in PROMPTS[:3] for params in asked]
         outputs.append(finish(engine, requests))
     assert outputs[0] == outputs[1]
