@@ -21,11 +21,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
-from scoring import text_logits
 
 from spec_jax import LLM, SamplingParams
 from spec_jax.bench import read_questions
-from spec_jax.checkpoints import open_model
+from spec_jax.cache import create_cache
+from spec_jax.models.decoder import Decoder, Rows
 from spec_jax.sampling import gumbel
 
 
@@ -40,8 +40,6 @@ class Arguments:
 
 def main(args: Arguments) -> None:
     questions = read_questions(args.dataset, args.per_category)
-    files = open_model(args.model)
-    decoder = files.load(dtype="float32")
     llm = LLM(args.model, draft="none", dtype="float32", max_model_len=4096, num_kv_tokens=8192)
     each = [SamplingParams(max_tokens=args.max_tokens, temperature=1.0, seed=i) for i, _ in enumerate(questions)]
     outputs = llm.generate([question.prompt for question in questions], each)
@@ -51,7 +49,7 @@ def main(args: Arguments) -> None:
     for output in outputs:
         prompt, answer = list(output.prompt_token_ids), list(output.token_ids)
         text = prompt + answer
-        log_p = jax.nn.log_softmax(text_logits(decoder, text[:-1], len(prompt) - 1))
+        log_p = jax.nn.log_softmax(text_logits(llm._decoder, text[:-1], len(prompt) - 1))
         for i in range(len(answer)):
             followers = after_longest_match(text[: len(prompt) + i])
             num_places += 1
@@ -68,6 +66,17 @@ def main(args: Arguments) -> None:
     if many:
         coupled, greedy, ideal = np.mean(many, axis=0)
         print(f"  q of several followers, {len(many)} places: {coupled:.3f}  {greedy:.3f}  {ideal:.3f}")
+
+
+def text_logits(decoder: Decoder, text: list[int], start: int) -> jax.Array:
+    """float32 [len(text) - start, V]: what follows each token of `text` from place `start` on."""
+    page = 16
+    num_pages = -(-len(text) // page)
+    cache = create_cache(decoder.config, num_pages + 1, page, decoder.embedding.dtype)
+    positions = jnp.arange(len(text))[None]
+    rows = Rows(positions, jnp.arange(1, num_pages + 1)[None], jnp.ones_like(positions, bool))
+    hidden, _ = decoder(jnp.array([text]), rows, cache)
+    return decoder.logits(hidden[:, start:])[0]
 
 
 def after_longest_match(text: list[int], longest: int = 3) -> list[int]:

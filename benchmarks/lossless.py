@@ -10,6 +10,7 @@ Finished answers are kept in `--output`, so that a run can be stopped and starte
 import hashlib
 import json
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import tyro
@@ -85,9 +86,14 @@ def params(args: Arguments, question: Question, temperature: float) -> SamplingP
     return SamplingParams(max_tokens=args.max_tokens, temperature=temperature, seed=int(question.question_id))
 
 
+@cache
+def scorer(model: str, dtype: str) -> LLM:
+    return LLM(model, draft="none", dtype=dtype, max_num_seqs=1, max_model_len=4096)
+
+
 def gap(args: Arguments, question: Question, left: list[int], right: list[int], temperature: float) -> float:
     """How far apart the two scores are where two answers part, by a pass of their own."""
-    llm = LLM(args.model, draft="none", dtype=args.dtype, max_num_seqs=1, max_model_len=4096)
+    llm = scorer(args.model, args.dtype)
     prompt = llm.tokenizer.encode_chat(question.prompt)
     return score_gap(llm, prompt, left, right, params(args, question, temperature))
 

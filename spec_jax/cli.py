@@ -171,20 +171,19 @@ def _generate(command: Generate) -> None:
             sys.stdout.buffer.write(output.text[shown:].encode("utf-8", "replace"))
             sys.stdout.buffer.flush()
         shown = len(output.text)
-    if command.json:
-        print(json.dumps(_as_json(output)))
-    else:
-        print(flush=True)
+    print(json.dumps(_as_json(output)) if command.json else "", flush=True)
     if output.finish_reason == "error":
         raise UserError(f"the text ended before its grammar did: {output.stop_reason}")
-    if command.json:
-        return
-    stats_line = (
+    if not command.json:
+        print(_figures(output), file=sys.stderr)
+
+
+def _figures(output: "RequestOutput") -> str:
+    return (
         f"{len(output.token_ids)} tokens in {output.stats.rounds} passes of the target: "
         f"{output.stats.acceptance_length:.2f} per pass, {1000 * output.stats.tpot_s:.1f} ms per token, "
         f"first after {output.stats.ttft_s:.2f} s ({output.finish_reason})"
     )
-    print(stats_line, file=sys.stderr)
 
 
 def _as_json(output: "RequestOutput") -> dict[str, Any]:

@@ -4,7 +4,6 @@ Letters in shapes: B slots, K drafts per round, T rows per slot and pass (the la
 per slot, N pages per slot, S stop ids, V vocabulary, C most tokens that a burst can commit per slot.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -180,7 +179,8 @@ def decode_burst(
             model, cache, slots._replace(active=runs), token_bias, shape, constraint
         )  # fmt: skip
         after = after._replace(active=jnp.where(runs, after.active, slots.active))
-        table = jax.tree.map(record(slots.length - start, after.length - slots.length), table, logprobs)
+        place = (slots.length - start, after.length - slots.length)
+        table = jax.tree.map(lambda whole, rows: append(whole, rows, *place), table, logprobs)
         return number + 1, cache, after, table
 
     capacity = shape.rounds_capacity * (shape.draft.num_tokens + 1)
@@ -321,13 +321,10 @@ def commit(
     state: DecodeState, targets: Array, num_drafts: Array, num_agreeing: Array, num_emitted: Array, finish: Array
 ) -> DecodeState:
     """Appends the emitted tokens and counts. Accepted drafts count only where they were committed."""
-    index = jnp.arange(targets.shape[1], dtype=jnp.int32)
-    slot = jnp.arange(targets.shape[0], dtype=jnp.int32)[:, None]
-    emitted = index < num_emitted[:, None]
-    where = jnp.where(emitted, state.length[:, None] + index, state.tokens.shape[1])
-    committed_drafts = index[:-1] < jnp.minimum(num_agreeing, num_emitted)[:, None]
+    index = jnp.arange(targets.shape[1] - 1, dtype=jnp.int32)
+    committed_drafts = index < jnp.minimum(num_agreeing, num_emitted)[:, None]
     return state._replace(
-        tokens=state.tokens.at[slot, where].set(targets, mode="drop"),
+        tokens=append(state.tokens, targets, state.length, num_emitted),
         length=state.length + num_emitted,
         finish=finish,
         active=state.active & (finish == RUNNING),
@@ -337,12 +334,8 @@ def commit(
     )
 
 
-def record(offset: Array, num_emitted: Array) -> Callable[[Array, Array], Array]:
-    """Writes what a round says of its tokens, [B, K + 1, ...], into a table [B, C, ...], behind `offset` [B] tokens."""
-
-    def write(table: Array, rows: Array) -> Array:
-        index = jnp.arange(rows.shape[1], dtype=jnp.int32)
-        where = jnp.where(index < num_emitted[:, None], offset[:, None] + index, table.shape[1])
-        return table.at[jnp.arange(rows.shape[0])[:, None], where].set(rows, mode="drop")
-
-    return write
+def append(table: Array, rows: Array, offset: Array, num_emitted: Array) -> Array:
+    """Writes the first `num_emitted` [B] of a round's `rows` [B, K + 1, ...] into `table` [B, L, ...] at `offset` [B]."""
+    index = jnp.arange(rows.shape[1], dtype=jnp.int32)
+    where = jnp.where(index < num_emitted[:, None], offset[:, None] + index, table.shape[1])
+    return table.at[jnp.arange(rows.shape[0], dtype=jnp.int32)[:, None], where].set(rows, mode="drop")

@@ -118,8 +118,10 @@ class Engine:
             longest = min(longest + growth, max_length)
             yield self.programs.burst(self._burst_shape(1, longest, params.needs_processors, params.is_constrained))
         yield self.programs.insert()
-        yield self.programs.set_bias()
-        yield self.programs.deactivate()
+        if params.needs_processors:
+            yield self.programs.set_bias()
+        if params.stop or params.is_constrained:
+            yield self.programs.deactivate()
 
     def add(self, request: Request) -> None:
         """Queues a request. Raises UserError, as `check` does, for what could never run."""
@@ -154,7 +156,7 @@ class Engine:
             self._in_flight.requests.pop(request.slot, None)
         self._retire(request, on_device=True)
         request.num_prefilled = 0
-        if len(request.prompt_logprobs) < len(request.prompt):
+        if request.lacks_prompt_logprobs:
             del request.prompt_logprobs[1:]
         self.scheduler.put_back(request)
 
@@ -178,7 +180,7 @@ class Engine:
             someone_waits = self._in_flight is not None and any(
                 other.streams for other in self.scheduler.running.values() if other is not request
             )
-            num_tokens = len(request.tokens) - 1
+            num_tokens = request.num_tokens - 1
             while request.num_prefilled < num_tokens:
                 self._prefill_chunk(request)
                 if someone_waits:
@@ -195,9 +197,7 @@ class Engine:
         start, count, size = next(self._chunks(request.num_prefilled, len(text) - 1))
         num_pages = self._page_bucket(start + count)
 
-        wants_logprobs = request.params.prompt_logprobs is not None and len(request.prompt_logprobs) < len(
-            request.prompt
-        )
+        wants_logprobs = request.lacks_prompt_logprobs
         here = self._on_device
         here.cache, logprobs = self.programs.prefill(size, num_pages, wants_logprobs)(
             self._weights,
@@ -280,7 +280,7 @@ class Engine:
             if slot in waiting:
                 continue
             assert request.grammar is not None
-            drafts, masks = request.grammar.plan(request.proposed, min(K, request.max_length - len(request.tokens) - 1))
+            drafts, masks = request.grammar.plan(request.proposed, min(K, request.max_length - request.num_tokens - 1))
             if request.grammar.error is not None:
                 request.finish_reason, request.stop_reason = "error", request.grammar.error
                 self._retire(request, on_device=True)

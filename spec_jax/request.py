@@ -140,6 +140,15 @@ class Request:
         return self.prompt + self.output
 
     @property
+    def num_tokens(self) -> int:
+        return len(self.prompt) + len(self.output)
+
+    @property
+    def lacks_prompt_logprobs(self) -> bool:
+        """Whether some of them are asked for and not there yet."""
+        return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < len(self.prompt)
+
+    @property
     def stop_ids(self) -> tuple[int, ...]:
         own = () if self.params.ignore_eos else self.eos_token_ids
         return tuple(dict.fromkeys((*own, *self.params.stop_token_ids)))

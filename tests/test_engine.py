@@ -56,6 +56,12 @@ def finish(engine, requests):
     return [request.output for request in requests]
 
 
+def assert_empty(engine) -> None:
+    """No request, and every page is free."""
+    assert not engine.scheduler.has_work
+    assert engine.scheduler.blocks.num_free == engine.scheduler.blocks.num_pages - 1
+
+
 @pytest.fixture(scope="module")
 def engines(tiny_decoder):
     """One engine per number of drafts, shared by the tests of this file; every test must leave it empty."""
@@ -68,8 +74,7 @@ def engines(tiny_decoder):
 
     yield get
     for engine in made.values():
-        assert engine.scheduler.blocks.num_free == engine.scheduler.blocks.num_pages - 1
-        assert not engine.scheduler.running
+        assert_empty(engine)
 
 
 @pytest.mark.parametrize(("k", "slots"), [(0, 1), (3, 1), (3, 3)])
@@ -267,4 +272,4 @@ def test_an_interrupt_ends_all_who_lost_tokens_and_nobody_else(engines, monkeypa
     finish(engine, [])
     assert all(r.output == expected or r.finish_reason == "abort" for r in requests)
     assert sum(r.output == expected for r in requests) >= 2
-    assert engine.scheduler.blocks.num_free == engine.scheduler.blocks.num_pages - 1
+    assert_empty(engine)

@@ -22,9 +22,9 @@ from spec_jax.models.decoder import Decoder
 from spec_jax.models.layers import random_weights
 from spec_jax.request import Request
 from spec_jax.tokenizer import Tokenizer
-from tests.conftest import TINY, byte_tokenizer, write_model_folder
+from tests.conftest import TINY, write_model_folder
+from tests.test_engine import TOKENIZER, assert_empty, finish
 
-TOKENIZER = Tokenizer(byte_tokenizer())
 EOS = TINY.eos_token_ids[0]
 COMPACT = {"x-guidance": {"whitespace_flexible": False}}  # a random model would write little but white space
 
@@ -155,19 +155,13 @@ def llms(tiny_folder):
 
     yield get
     for k in (0, 5):
-        assert_empty(get(k))
+        assert_empty(get(k).engine)
 
 
 @pytest.fixture(scope="module")
 def plain_texts(llms):
     """What plain decoding says to all cases."""
     return texts(llms(0), cases())
-
-
-def assert_empty(llm: LLM) -> None:
-    scheduler = llm.engine.scheduler
-    assert not scheduler.has_work
-    assert scheduler.blocks.num_free == scheduler.blocks.num_pages - 1
 
 
 def test_a_text_that_stops_follows_its_schema_or_regex(plain_texts):
@@ -392,14 +386,6 @@ def start(llm: LLM, prompt: str, params: SamplingParams) -> Request:
     return request
 
 
-def finish(llm: LLM) -> None:
-    for _ in range(2000):
-        if not llm.engine.has_work:
-            return
-        llm.engine.step()
-    raise AssertionError("the engine goes on for ever")
-
-
 @pytest.mark.parametrize("k", [5, slow(0)])
 @pytest.mark.parametrize("params", CONSTRAINED)
 def test_preemption_in_the_middle_changes_nothing(llms, k, params):
@@ -411,7 +397,7 @@ def test_preemption_in_the_middle_changes_nothing(llms, k, params):
             for _ in range(steps):
                 llm.engine.step()
             llm.engine.preempt(request)
-        finish(llm)
+        finish(llm.engine, [])
         assert (tuple(request.output), request.finish_reason) == (expected.token_ids, expected.finish_reason)
         assert tuple(other.output) == free.token_ids
 
@@ -430,10 +416,10 @@ def test_abort_in_the_middle_frees_the_slot_and_disturbs_nobody(llms, steps):
     assert dropped.slot == -1
     assert dropped not in llm.engine.scheduler.running.values()
     late = start(llm, "kept", CONSTRAINED[1])
-    finish(llm)
+    finish(llm.engine, [])
     assert tuple(kept.output) == tuple(late.output) == expected.token_ids
     assert tuple(other.output) == free.token_ids
-    assert_empty(llm)
+    assert_empty(llm.engine)
 
 
 def test_a_stop_string_and_a_stop_id_end_a_constrained_text_early(llms):
@@ -465,7 +451,7 @@ def test_a_grammar_that_becomes_too_complex_ends_its_request_alone_and_says_why(
         assert "too many expressions" in output.stop_reason
         assert re.fullmatch("a+", output.text)
     assert [free.token_ids, kept.token_ids] == [output.token_ids for output in alone]
-    assert_empty(llm)
+    assert_empty(llm.engine)
     assert list(llm.stream("hello", EXPLODES))[-1].finish_reason == "error"
     assert llm.generate("hello", FREE[0])[0].token_ids == free.token_ids
 
@@ -479,10 +465,10 @@ def test_a_grammar_that_is_lost_ends_its_request_at_the_next_step(llms, steps):
         llm.engine.step()
     request.grammar.accept(TOKENIZER.encode("Z"))
     assert request.grammar.error
-    finish(llm)
+    finish(llm.engine, [])
     assert (request.finish_reason, request.stop_reason) == ("error", request.grammar.error)
     assert tuple(other.output) == expected.token_ids
-    assert_empty(llm)
+    assert_empty(llm.engine)
 
 
 # --- what is no grammar, or too much of one ---------------------------------------------------------------------------
@@ -638,7 +624,7 @@ def test_a_bad_grammar_is_refused_before_anything_runs(llms):
             llm.generate(["fine", "bad"], [FREE[0], SamplingParams(**bad)])
         with pytest.raises(UserError, match=next(iter(bad))):
             llm.stream("bad", SamplingParams(**bad))
-        assert_empty(llm)
+        assert_empty(llm.engine)
 
 
 def test_a_model_without_an_end_of_text_refuses_grammars(tmp_path):

@@ -5,6 +5,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from spec_jax import LLM, SamplingParams
+from tests.test_engine import assert_empty
 
 PROMPTS = ["a", "abab abab abab", "one two one two one two one", "zzzzzzzzzz", "The cat sat. The cat sat. The"]
 SCHEMA = {
@@ -74,7 +75,7 @@ def parameters(draw) -> SamplingParams:
 
 def drive(llm: LLM, jobs, waits, preemptions):
     """Adds the requests one by one with `waits` steps between them; at step i the request `preemptions[i]` is preempted."""
-    [requests] = [[r for prompt, params in jobs for r in llm._requests(prompt, params, False)]]
+    requests = [request for prompt, params in jobs for request in llm._requests(prompt, params, False)]
     pending, step = list(zip(requests, waits, strict=True)), 0
     wait = 0
     while pending or llm.engine.has_work:
@@ -120,5 +121,4 @@ def test_a_text_is_the_same_in_any_company(plain, engines, k, slots, data):
     found = drive(llm, jobs, waits, preemptions)
     for (prompt, params), a, b in zip(jobs, found, expected, strict=True):
         assert same(a, b), f"{prompt=} {params=}\n{a.output}\n{b.output}"
-    blocks = llm.engine.scheduler.blocks
-    assert blocks.num_free == blocks.num_pages - 1
+    assert_empty(llm.engine)

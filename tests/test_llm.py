@@ -272,9 +272,8 @@ def test_min_tokens_holds_back_stop_strings_and_stop_ids(llm):
     [early] = llm.generate("hello", SamplingParams(**options, stop=[stop, later]))
     needed = len(early.token_ids)
     [held] = llm.generate("hello", SamplingParams(**options, stop=[stop, later], min_tokens=needed))
-    assert (
-        held.text == free.text[: free.text.find(later)]
-    )  # the first one ends exactly with the tokens that must be there
+    # The first stop string ends exactly with the tokens that must be there.
+    assert held.text == free.text[: free.text.find(later)]
     [ended] = llm.generate("hello", SamplingParams(**options, stop=stop, min_tokens=needed - 1))
     assert ended.text == early.text
     token = free.token_ids[3]
