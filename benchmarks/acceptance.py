@@ -24,7 +24,7 @@ import tyro
 
 from spec_jax import LLM, SamplingParams
 from spec_jax.bench import read_questions
-from spec_jax.cache import create_cache
+from spec_jax.cache import abstract_cache, create_cache
 from spec_jax.models.decoder import Decoder, Rows
 from spec_jax.sampling import gumbel
 
@@ -72,7 +72,7 @@ def text_logits(decoder: Decoder, text: list[int], start: int) -> jax.Array:
     """float32 [len(text) - start, V]: what follows each token of `text` from place `start` on."""
     page = 16
     num_pages = -(-len(text) // page)
-    cache = create_cache(decoder.config, num_pages + 1, page, decoder.embedding.dtype)
+    cache = create_cache(abstract_cache(decoder.config, num_pages + 1, page, decoder.embedding.dtype))
     positions = jnp.arange(len(text))[None]
     rows = Rows(positions, jnp.arange(1, num_pages + 1)[None], jnp.ones_like(positions, bool))
     hidden, _ = decoder(jnp.array([text]), rows, cache)

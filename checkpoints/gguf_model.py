@@ -41,6 +41,10 @@ class GGUFModel:
         with damaged_fields(path):
             self.config = check_config(_read_config(self.file), path)
 
+    def kv_scale(self, layer: int, kind: str) -> np.ndarray | None:
+        """GGUF has no scales for a cache."""
+        return None
+
     def tensor(self, name: str, dtype: np.dtype) -> np.ndarray:
         """The tensor that Hugging Face calls `name`, in `dtype`. Raises UserError when the file does not have it."""
         stored = _stored_name(name)

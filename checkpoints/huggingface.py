@@ -1,6 +1,7 @@
 """Reading a Hugging Face model folder: config.json, safetensors (one file or sharded), tokenizer, chat template."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,15 @@ class HuggingFaceModel:
                 raise UserError(f"{path} is truncated or is no safetensors file ({error}); fetch it again") from None
             for name in file.keys():  # noqa: SIM118  (a safetensors handle is no mapping)
                 self._files[name] = file
+        self.config = replace(self.config, has_kv_scales=self.kv_scale(0, "k") is not None)
+
+    def kv_scale(self, layer: int, kind: str) -> np.ndarray | None:
+        """The calibrated scale of "k" or "v" for a float8 cache, under any of the names in use; None where there is none."""
+        prefix = f"model.layers.{layer}.self_attn."
+        for name in (f"{kind}_scale", f"attn.{kind}_scale", f"{kind}_proj.{kind}_scale", "kv_scale"):
+            if prefix + name in self._files:
+                return self.tensor(prefix + name, np.dtype(np.float32))
+        return None
 
     def tensor(self, name: str, dtype: np.dtype) -> np.ndarray:
         """The tensor `name`, in `dtype`. Raises UserError when no file of the folder has it."""
@@ -71,7 +81,7 @@ def read_config(folder: Path) -> ModelConfig:
 def _convert(raw: dict[str, Any], architecture: str, folder: Path) -> ModelConfig:
     if raw.get("hidden_act", "silu") != "silu":
         raise UserError(f"{folder}: activation {raw['hidden_act']!r} is not supported; supported: silu")
-    if raw.get("quantization_config"):
+    if _has_quantized_weights(raw.get("quantization_config") or {}):
         raise UserError(f"{folder} holds quantized weights, which are read from .gguf files only")
     rope = raw.get("rope_parameters") or {**(raw.get("rope_scaling") or {}), "rope_theta": raw.get("rope_theta", 1e4)}
     if rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) != 1.0:
@@ -97,6 +107,17 @@ def _convert(raw: dict[str, Any], architecture: str, folder: Path) -> ModelConfi
         sliding_window=_sliding_window(raw, architecture, folder),
         eos_token_ids=_eos_ids(raw, folder),
     )
+
+
+def _has_quantized_weights(quantization: dict[str, Any]) -> bool:
+    """Some checkpoints are quantized in nothing but their KV cache: compressed-tensors without groups, ModelOpt without an
+    algorithm for weights."""
+    if not quantization:
+        return False
+    if quantization.get("quant_method") == "compressed-tensors":
+        return bool(quantization.get("config_groups"))
+    inner = quantization.get("quantization", quantization)
+    return not ("kv_cache_quant_algo" in inner and inner.get("quant_algo") is None)
 
 
 def _rope_scaling(rope: dict[str, Any], folder: Path) -> Llama3RopeScaling | LinearRopeScaling | None:

@@ -1,6 +1,6 @@
 """Opening a model: its config and tokenizer at once, its weights when asked for."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jax.sharding import Mesh
@@ -28,9 +28,13 @@ class ModelFiles:
     tokenizer: Tokenizer
     reader: TensorReader
 
+    def without_kv_scales(self) -> "ModelFiles":
+        """For a cache that is not float8: scales that a checkpoint has for it are not even read."""
+        return replace(self, config=replace(self.config, has_kv_scales=False))
+
     def load(self, *, dtype: str = "bfloat16", mesh: Mesh | None = None, rules: ShardingRules | None = None) -> Decoder:
         """Reads the weights, cast to `dtype`, onto the devices. Raises UserError for missing or unfit tensors."""
-        return Decoder(checkpoint_weights(self.reader, dtype, mesh, rules), self.config)
+        return Decoder(checkpoint_weights(self.reader, dtype, mesh, rules), self.config, rules)
 
 
 def open_model(model: str) -> ModelFiles:

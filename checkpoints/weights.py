@@ -14,11 +14,13 @@ from spec_jax.sharding import Axes, ShardingRules, place
 
 
 class TensorReader(Protocol):
-    """Any checkpoint: its config, and its tensors by Hugging Face name."""
+    """Any checkpoint: its config, and its tensors by Hugging Face name. `kv_scale` is asked where `config.has_kv_scales`."""
 
     config: ModelConfig
 
     def tensor(self, name: str, dtype: np.dtype) -> np.ndarray: ...
+
+    def kv_scale(self, layer: int, kind: str) -> np.ndarray | None: ...
 
 
 _PLAIN = {
@@ -73,8 +75,24 @@ def _assemble(reader: TensorReader, path: str, dtype: np.dtype) -> np.ndarray:
     kind = "weight" if fused == part else "bias"
     if fused == "mlp.gate_up":
         return np.stack([read(f"{prefix}mlp.{name}_proj.{kind}") for name in ("gate", "up")], axis=1)
+    if fused in ("attention.k_scale", "attention.v_scale"):
+        return _kv_scale(reader, int(layer), fused[-len("k_scale")])
     assert fused == "attention.qkv", path
     return _fuse_qkv([read(f"{prefix}self_attn.{name}_proj.{kind}") for name in "qkv"], reader.config)
+
+
+def _kv_scale(reader: TensorReader, layer: int, kind: str) -> np.ndarray:
+    value = reader.kv_scale(layer, kind)
+    name = f"{kind}_scale of layer {layer}"
+    if value is None or value.size != 1:
+        given = "missing" if value is None else f"of shape {value.shape}"
+        raise UserError(f"{name} for a float8 cache is {given}: every layer needs one number, or none has any")
+    if not (np.isfinite(value).all() and (value > 0).all()):
+        raise UserError(
+            f"{name} for a float8 cache is {value.item()}: it must be a number above 0; the checkpoint's calibration is "
+            f"damaged, use kv_cache_dtype auto"
+        )
+    return value.reshape(())
 
 
 def _fuse_qkv(parts: list[np.ndarray], config: ModelConfig) -> np.ndarray:

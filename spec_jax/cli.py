@@ -33,7 +33,9 @@ class ModelOptions:
     num_draft_tokens: int = 5
     """Proposals per round, 0 to 16."""
     dtype: str = "bfloat16"
-    """Of weights, activations and cache: bfloat16 or float32."""
+    """Of weights and activations: bfloat16 or float32."""
+    kv_cache_dtype: str = "auto"
+    """Of the cache: auto, as dtype, or fp8 for half the memory of bfloat16."""
     max_model_len: int | None = None
     """Longest prompt and answer together, in tokens. By default the model's limit, at most 8192."""
 

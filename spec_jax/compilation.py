@@ -1,10 +1,27 @@
-"""The persistent compilation cache: programs compiled once are read back at the next start."""
+"""How programs are compiled: where compiled ones are kept, and what XLA is told about GPUs."""
 
 import os
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .paths import cache_folder
+from .sharding import platform_of
+
+# What one CUDA graph may hold. XLA's defaults lack WHILE and COLLECTIVES: the host would drive the loop.
+_GRAPH = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,DYNAMIC_SLICE_FUSION,WHILE,COLLECTIVES"
+_ALWAYS = {"xla_gpu_graph_min_graph_size": 1}
+# XLA has collective kernels of its own. Some versions can put them into a graph; where one cannot, NCCL's must be taken, or
+# a loop over several devices is no graph. The first set that the installed XLA knows is taken.
+_CHOICES: tuple[dict[str, Any], ...] = (
+    {"xla_gpu_enable_command_buffer": f"{_GRAPH},COLLECTIVES_KERNEL", **_ALWAYS},
+    {"xla_gpu_enable_command_buffer": _GRAPH, "xla_gpu_experimental_use_collective_kernels": "", **_ALWAYS},
+    {"xla_gpu_enable_command_buffer": _GRAPH, **_ALWAYS},
+)
 
 
 def use_compilation_cache() -> None:
@@ -12,3 +29,24 @@ def use_compilation_cache() -> None:
     if jax.config.jax_compilation_cache_dir is None and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
+@cache
+def compiler_options(mesh: Mesh | None) -> dict[str, Any] | None:
+    """Options of every program: on NVIDIA GPUs, those that make a burst of rounds one CUDA graph."""
+    if platform_of(mesh) != "gpu":
+        return None
+    sharding = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+    nothing = jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding))
+    for options in _CHOICES[:-1]:
+        try:
+            nothing.compile(compiler_options=options)
+        except jax.errors.JaxRuntimeError:
+            continue
+        return options
+    return _CHOICES[-1]
+
+
+def matmul_precision(dtype: str) -> AbstractContextManager[Any]:
+    """float32 means float32: GPUs would multiply in TF32, with 10 bits, where they are not told otherwise."""
+    return jax.default_matmul_precision("highest") if jnp.dtype(dtype) == jnp.float32 else nullcontext()

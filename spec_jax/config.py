@@ -7,6 +7,7 @@ from .errors import UserError
 MAX_DRAFT_TOKENS = 16
 MAX_LOGPROBS = 20  # of the best tokens, as in the OpenAI API and vLLM
 DRAFT_METHODS = ("auto", "ngram", "none")
+KV_CACHE_DTYPES = ("auto", "fp8")
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ class ModelConfig:
     qk_norm: bool = False
     tie_word_embeddings: bool = False
     sliding_window: int | None = None
+    has_kv_scales: bool = False  # calibrated scales for a float8 cache
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -100,15 +102,17 @@ class DraftConfig:
 class EngineConfig:
     """Sizes of an engine. All array shapes follow from these, so they are fixed for its life.
 
-    `num_kv_tokens` is the room of the cache in tokens, over all sequences. `rounds_per_burst` is how many rounds the
-    device runs before the host looks again; fewer rounds stream more smoothly. `max_bad_words` counts forbidden sequences
-    of two to `max_bad_word_tokens` tokens; single tokens are not limited.
+    `num_kv_tokens` is the room of the cache in tokens, over all sequences. `page_size` None is 64 tokens on GPUs, 16
+    elsewhere. `kv_cache_dtype` "auto" is the dtype of the model, "fp8" float8 e4m3 with a scale per token and head.
+    `rounds_per_burst` is how many rounds the device runs before the host looks again; fewer rounds stream more smoothly.
+    `max_bad_words` counts forbidden sequences of two to `max_bad_word_tokens` tokens; single tokens are not limited.
     """
 
     max_model_len: int
     max_num_seqs: int = 8
     num_kv_tokens: int | None = None
-    page_size: int = 16
+    page_size: int | None = None
+    kv_cache_dtype: str = "auto"
     max_stop_ids: int = 16
     max_bad_words: int = 64
     max_bad_word_tokens: int = 8
@@ -126,11 +130,16 @@ class EngineConfig:
             "page_size", "max_stop_ids", "max_bad_words", "rounds_per_burst", "rounds_per_burst_streaming",
             "min_context_bucket",
         ):  # fmt: skip
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} is {getattr(self, name)}: allowed is an integer >= 1")
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"{name} is {value}: allowed is an integer >= 1")
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise UserError(
+                f"kv_cache_dtype {self.kv_cache_dtype!r} is unknown: allowed are {', '.join(KV_CACHE_DTYPES)}"
+            )
         if self.max_bad_word_tokens < 2:
             raise UserError(f"max_bad_word_tokens is {self.max_bad_word_tokens}: allowed is an integer >= 2")
         if not self.prefill_chunks or list(self.prefill_chunks) != sorted(set(self.prefill_chunks)):
             raise UserError(f"prefill_chunks is {self.prefill_chunks}: allowed are sizes in ascending order")
-        if self.num_kv_tokens is not None and self.num_kv_tokens < self.page_size:
+        if self.num_kv_tokens is not None and self.num_kv_tokens < (self.page_size or 1):
             raise UserError(f"num_kv_tokens is {self.num_kv_tokens}: at least one page of {self.page_size} must fit")

@@ -18,15 +18,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .cache import PagedCache, create_cache
 from .config import DraftConfig, EngineConfig, ModelConfig
-from .decode_loop import LENGTH, STOPPED, BurstOutput, BurstShape, Constraint, DecodeState, create_state
+from .decode_loop import LENGTH, STOPPED, BurstOutput, Constraint, DecodeState
 from .errors import UserError
 from .models.decoder import Decoder
-from .models.layers import abstract_weights
 from .params import SamplingParams
 from .programs import Program, Programs
 from .request import Request
 from .scheduler import Scheduler
 from .sharding import ShardingRules
+from .sizes import Sizes
 from .slot_row import check_tokens, filled, needs_bias, slot_row, token_bias
 
 _FINISH_REASONS = {STOPPED: "stop", LENGTH: "length"}
@@ -55,7 +55,7 @@ class Engine:
     """Runs requests on one model. Not thread-safe: one thread adds, steps and aborts.
 
     `load()` the weights, then `step()` until `has_work` is false; each step returns the requests that grew or ended.
-    `dtype` is that of weights and cache.
+    `dtype` is that of weights and activations.
     """
 
     def __init__(
@@ -67,24 +67,19 @@ class Engine:
         mesh: Mesh | None = None,
         rules: ShardingRules | None = None,
     ):
+        rules = rules or ShardingRules()
         if mesh is not None:
-            (rules or ShardingRules()).check(mesh, model_config)
+            rules.check(mesh, model_config)
         self.config, self.draft = config, draft
         self._vocab_size = model_config.vocab_size
-        self._max_pages = -(-config.max_model_len // config.page_size)
-        num_tokens = config.num_kv_tokens or _default_kv_tokens(config)
-        num_pages = 1 + -(-num_tokens // config.page_size)
-        self.scheduler = Scheduler(config.max_num_seqs, num_pages, config.page_size)
-        cache = create_cache(model_config, num_pages, config.page_size, dtype, mesh, rules)
-        state = create_state(
-            config.max_num_seqs, config.max_model_len + draft.num_tokens, self._max_pages, config.max_stop_ids,
-            draft.num_tokens, (config.max_bad_words, config.max_bad_word_tokens),
-        )  # fmt: skip
+        self.sizes = Sizes(model_config, draft, config, dtype, mesh)
+        self.scheduler = Scheduler(config.max_num_seqs, self.sizes.num_pages, self.sizes.page_size)
+        self.programs = Programs(self.sizes, mesh, rules)
+        cache = create_cache(self.programs.cache)
+        state = self.sizes.create_state()
         bias = jax.numpy.zeros((config.max_num_seqs, model_config.vocab_size), np.float32)
         if mesh is not None:
             state, bias = jax.device_put((state, bias), NamedSharding(mesh, PartitionSpec()))
-        abstract = Decoder(abstract_weights(dtype, mesh, rules), model_config)
-        self.programs = Programs(abstract, cache, state, bias, mesh)
         self._on_device = _OnDevice(cache, state, bias)
         self._weights: list[jax.Array] = []
         self._prefilling: Request | None = None
@@ -109,14 +104,14 @@ class Engine:
         Without `max_length`, as far as its first two bursts can go: both are on their way before the first is read.
         The programs are not compiled yet: do that on other threads while the weights are being read.
         """
-        for start, count, size in self._chunks(0, prompt_length - 1):
-            yield self.programs.prefill(size, self._page_bucket(start + count), params.prompt_logprobs is not None)
-        growth = self._rounds(streams) * (self.draft.num_tokens + 1)
+        for start, count, size in self.sizes.chunks(0, prompt_length - 1):
+            yield self.programs.prefill(size, self.sizes.page_bucket(start + count), params.prompt_logprobs is not None)
+        growth = self.sizes.growth(self.sizes.rounds(streams))
         longest = prompt_length
         max_length = min(max_length or prompt_length + 2 * growth, self.config.max_model_len)
         while longest < max_length:
             longest = min(longest + growth, max_length)
-            yield self.programs.burst(self._burst_shape(1, longest, params.needs_processors, params.is_constrained))
+            yield self.programs.burst(self.sizes.burst(1, longest, params.needs_processors, params.is_constrained))
         yield self.programs.insert()
         if params.needs_processors:
             yield self.programs.set_bias()
@@ -194,8 +189,8 @@ class Engine:
 
     def _prefill_chunk(self, request: Request) -> None:
         text = request.tokens
-        start, count, size = next(self._chunks(request.num_prefilled, len(text) - 1))
-        num_pages = self._page_bucket(start + count)
+        start, count, size = next(self.sizes.chunks(request.num_prefilled, len(text) - 1))
+        num_pages = self.sizes.page_bucket(start + count)
 
         wants_logprobs = request.lacks_prompt_logprobs
         here = self._on_device
@@ -206,27 +201,18 @@ class Engine:
             filled(text[start + 1 : start + 1 + count], size) if wants_logprobs else None,
             np.int32(start),
             np.int32(count),
-            filled(request.pages, self._max_pages)[:num_pages],
+            filled(request.pages, self.sizes.max_pages)[:num_pages],
         )
         if wants_logprobs:
             request.append_prompt_logprobs(text[start + 1 : start + 1 + count], jax.tree.map(np.asarray, logprobs))
         request.num_prefilled += count
-
-    def _chunks(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """How positions `start .. end - 1` are cut: first position, number of tokens, size of the program."""
-        sizes = self.config.prefill_chunks
-        while start < end:
-            size = next((s for s in sizes if s >= end - start), sizes[-1])
-            count = min(size, end - start)
-            yield start, count, size
-            start += count
 
     def _insert(self, request: Request) -> None:
         here, slot = self._on_device, np.int32(request.slot)
         if needs_bias(request):
             bias = token_bias(request, self._vocab_size)
             here.token_bias = self.programs.set_bias()(here.token_bias, slot, bias)
-        row = slot_row(request, self.config, self.draft.num_tokens, self._vocab_size, self._max_pages)
+        row = slot_row(request, self.config, self.draft.num_tokens, self._vocab_size, self.sizes.max_pages)
         here.state = self.programs.insert()(here.state, slot, row)
 
     # --- dispatch -----------------------------------------------------------------------------------------------------
@@ -244,11 +230,11 @@ class Engine:
         if not taking_part:
             return None
         # Bursts are short where a slot waits for the host: for what it streams, or for what its grammar allows next.
-        rounds = self._rounds(bool(constrained) or any(request.streams for request in live.values()))
-        growth = rounds * (self.draft.num_tokens + 1)
+        rounds = self.sizes.rounds(bool(constrained) or any(request.streams for request in live.values()))
+        growth = self.sizes.growth(rounds)
         longest = max(self._longest(slot, request, growth) for slot, request in live.items())
         has_processors = any(r.params.needs_processors for r in live.values())
-        shape = self._burst_shape(max(live) + 1, longest, has_processors, constraint is not None)
+        shape = self.sizes.burst(max(live) + 1, longest, has_processors, constraint is not None)
         here = self._on_device
         program = self.programs.burst(shape)
         with self._all_or_none(taking_part.values()):
@@ -266,7 +252,7 @@ class Engine:
         K = self.draft.num_tokens
 
         def full(*shape: int, dtype: type = np.int32, value: int = 0) -> Any:
-            return np.full((self._num_slots(num_slots), *shape), value, dtype)
+            return np.full((self.sizes.num_slots(num_slots), *shape), value, dtype)
 
         constraint = Constraint(
             is_constrained=full(dtype=np.bool_),
@@ -295,37 +281,11 @@ class Engine:
     def _is_in_flight(self, slot: int, request: Request) -> bool:
         return self._in_flight is not None and self._in_flight.requests.get(slot) is request
 
-    def _rounds(self, streams: bool) -> int:
-        return self.config.rounds_per_burst_streaming if streams else self.config.rounds_per_burst
-
-    def _burst_shape(self, num_slots: int, longest: int, has_processors: bool, is_constrained: bool) -> BurstShape:
-        num_slots = self._num_slots(num_slots)
-        widths = _row_widths(self.draft.num_tokens, num_slots, jax.default_backend())
-        return BurstShape(
-            draft=self.draft,
-            num_slots=num_slots,
-            num_pages=self._page_bucket(longest),
-            rounds_capacity=max(self._rounds(True), self._rounds(False)),
-            row_widths=widths,
-            num_weak_drafts=min(widths[0] - 1, self.draft.num_tokens),
-            has_processors=has_processors,
-            is_constrained=is_constrained,
-        )
-
-    def _num_slots(self, needed: int) -> int:
-        """Rounded up to one of a few sizes: each size is a program."""
-        return min(_power_of_two(needed), self.config.max_num_seqs)
-
     def _longest(self, slot: int, request: Request, growth: int) -> int:
         """The most tokens that a slot can hold after this burst."""
         unread = self._in_flight.max_growth if self._in_flight and self._is_in_flight(slot, request) else 0
         known = len(request.prompt) + request.num_committed
         return min(known + unread + growth, request.max_length)
-
-    def _page_bucket(self, num_tokens: int) -> int:
-        """Pages for a context of `num_tokens`, rounded up to one of a few sizes: each size is a program."""
-        bucket = max(self.config.min_context_bucket, _power_of_two(num_tokens))
-        return min(-(-bucket // self.config.page_size), self._max_pages)
 
     # --- collect ------------------------------------------------------------------------------------------------------
 
@@ -376,22 +336,3 @@ def _to_host(output: BurstOutput) -> Any:
 def _wait(on_device: _OnDevice) -> None:
     on_device.is_closing = True
     jax.block_until_ready((on_device.cache, on_device.state))
-
-
-def _row_widths(num_draft_tokens: int, num_slots: int, platform: str) -> tuple[int, ...]:
-    """On a CPU rows cost time, so rounds without drafts run narrow; one lone bfloat16 row is pathological there
-    (7 x slower than two: XLA:CPU takes another path for a matrix times a vector), so two are the least."""
-    full = num_draft_tokens + 1
-    if platform != "cpu":
-        return (full,)
-    narrow = 2 if num_slots == 1 else 1
-    return (narrow, full) if full > narrow else (narrow,)
-
-
-def _default_kv_tokens(config: EngineConfig) -> int:
-    """Room for the longest text, and for several usual ones."""
-    return max(config.max_model_len, min(config.max_num_seqs * config.max_model_len, 16_384))
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << max(n - 1, 0).bit_length()

@@ -14,10 +14,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from .cache import PagedCache
-from .decode_loop import BurstShape, Constraint, DecodeState, decode_burst
+from .compilation import compiler_options, matmul_precision
+from .decode_loop import BurstShape, Constraint, decode_burst
 from .models.decoder import Decoder
+from .models.layers import abstract_weights
 from .prefill import prefill_chunk
+from .sharding import ShardingRules, use_mesh
+from .sizes import Sizes
 
 _SCALAR = jax.ShapeDtypeStruct((), jnp.int32)
 
@@ -25,8 +28,9 @@ _SCALAR = jax.ShapeDtypeStruct((), jnp.int32)
 class Program:
     """One program: lowered when it is made, compiled at its first call, or before by whoever calls `compile`."""
 
-    def __init__(self, lowered: jax.stages.Lowered):
+    def __init__(self, lowered: jax.stages.Lowered, options: dict[str, Any] | None):
         self._lowered: jax.stages.Lowered | None = lowered
+        self._options = options
         self._compiled: jax.stages.Compiled | None = None
         self._lock = Lock()
 
@@ -35,7 +39,8 @@ class Program:
         with self._lock:
             if self._compiled is None:
                 assert self._lowered is not None
-                self._compiled, self._lowered = self._lowered.compile(), None
+                self._compiled = self._lowered.compile(compiler_options=self._options)
+                self._lowered = None
             return self._compiled
 
     def __call__(self, *args: Any) -> Any:
@@ -45,19 +50,23 @@ class Program:
 class Programs:
     """Prefill, burst, insert and the like for one model, cache and state.
 
-    Weights go in as flat leaves; cache and state are donated and come back. `decoder` may be abstract: programs can be
-    prepared while weights are still being read.
+    Weights go in as flat leaves; cache and state are donated and come back. All of it is made from shapes alone: programs
+    can be prepared while weights are still being read, and compiled for machines that are not there. `weights`, `cache`,
+    `state` and `token_bias` are those shapes.
     """
 
-    def __init__(
-        self, decoder: Decoder, cache: PagedCache, state: DecodeState, token_bias: jax.Array, mesh: Mesh | None
-    ):
-        graph, weights = nnx.split(decoder)
-        leaves, tree = jax.tree.flatten(weights)
-        self._merge = partial(_merge, graph, tree)
-        self._weights = [_abstract(leaf) for leaf in leaves]
-        self._cache, self._state, self._bias = jax.tree.map(_abstract, (cache, state, token_bias))
+    def __init__(self, sizes: Sizes, mesh: Mesh | None = None, rules: ShardingRules | None = None):
+        self._mesh, self._dtype = mesh, sizes.dtype
+        self._options = compiler_options(mesh)
         self._replicated = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+        graph, weights = nnx.split(Decoder(abstract_weights(sizes.dtype, mesh, rules), sizes.model, rules))
+        self.weights, tree = jax.tree.flatten(weights)
+        self._merge = partial(_merge, graph, tree)
+        self.cache = sizes.cache(mesh, rules)
+        self.state = jax.tree.map(self._whole, jax.eval_shape(sizes.create_state))
+        self.token_bias = self._whole(
+            jax.ShapeDtypeStruct((sizes.config.max_num_seqs, sizes.model.vocab_size), jnp.float32)
+        )
         self._known: dict[Hashable, Program] = {}
 
     @property
@@ -73,8 +82,8 @@ class Programs:
 
         row = self._row(chunk)
         return self._get(
-            ("prefill", chunk, num_pages, has_logprobs), run, (1,), (self._at(self._cache), self._replicated),
-            self._weights, self._cache, row, row if has_logprobs else None, _SCALAR, _SCALAR, self._row(num_pages),
+            ("prefill", chunk, num_pages, has_logprobs), run, (1,), (self._at(self.cache), self._replicated),
+            self.weights, self.cache, row, row if has_logprobs else None, _SCALAR, _SCALAR, self._row(num_pages),
         )  # fmt: skip
 
     def burst(self, shape: BurstShape) -> "Program":
@@ -89,11 +98,11 @@ class Programs:
         K = shape.draft.num_tokens
         constraint = Constraint(
             is_constrained=array(jnp.bool_), is_ready=array(jnp.bool_), drafts=array(jnp.int32, K),
-            num_drafts=array(jnp.int32), allowed=array(jnp.uint32, K + 1, -(-self._bias.shape[1] // 32)),
+            num_drafts=array(jnp.int32), allowed=array(jnp.uint32, K + 1, -(-self.token_bias.shape[1] // 32)),
         )  # fmt: skip
         return self._get(
-            ("burst", shape), run, (1, 2), (self._at(self._cache), self._at(self._state), self._replicated),
-            self._weights, self._cache, self._state, self._bias, _SCALAR, constraint if shape.is_constrained else None,
+            ("burst", shape), run, (1, 2), (self._at(self.cache), self._at(self.state), self._replicated),
+            self.weights, self.cache, self.state, self.token_bias, _SCALAR, constraint if shape.is_constrained else None,
         )  # fmt: skip
 
     def insert(self) -> "Program":
@@ -102,8 +111,8 @@ class Programs:
         def run(state, slot, row):
             return jax.tree.map(lambda whole, one: whole.at[slot].set(one), state, row)
 
-        row = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self._state)
-        return self._get("insert", run, (0,), self._at(self._state), self._state, _SCALAR, row)
+        row = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self.state)
+        return self._get("insert", run, (0,), self._at(self.state), self.state, _SCALAR, row)
 
     def set_bias(self) -> "Program":
         """`(token_bias, slot, row [V]) -> token_bias`."""
@@ -111,8 +120,8 @@ class Programs:
         def run(bias, slot, row):
             return bias.at[slot].set(row)
 
-        row = jax.ShapeDtypeStruct(self._bias.shape[1:], self._bias.dtype)
-        return self._get("set_bias", run, (0,), self._replicated, self._bias, _SCALAR, row)
+        row = jax.ShapeDtypeStruct(self.token_bias.shape[1:], self.token_bias.dtype)
+        return self._get("set_bias", run, (0,), self._replicated, self.token_bias, _SCALAR, row)
 
     def deactivate(self) -> "Program":
         """`(state, slot) -> state`: the slot takes no part in further rounds."""
@@ -120,16 +129,21 @@ class Programs:
         def run(state, slot):
             return state._replace(active=state.active.at[slot].set(False))
 
-        return self._get("deactivate", run, (0,), self._at(self._state), self._state, _SCALAR)
+        return self._get("deactivate", run, (0,), self._at(self.state), self.state, _SCALAR)
 
     def _get(self, key: Hashable, run: Callable, donated: tuple[int, ...], out_shardings: Any, *args: Any) -> "Program":
         if key not in self._known:
-            self._known[key] = Program(jax.jit(run, donate_argnums=donated, out_shardings=out_shardings).lower(*args))
+            with use_mesh(self._mesh), matmul_precision(self._dtype):
+                lowered = jax.jit(run, donate_argnums=donated, out_shardings=out_shardings).lower(*args)
+            self._known[key] = Program(lowered, self._options)
         return self._known[key]
 
     def _at(self, arrays: Any) -> Any:
         """On a mesh, results come back as they went in."""
         return None if self._replicated is None else jax.tree.map(lambda x: x.sharding, arrays)
+
+    def _whole(self, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._replicated)
 
     def _row(self, size: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((size,), jnp.int32)
@@ -137,8 +151,3 @@ class Programs:
 
 def _merge(graph, tree, leaves) -> Decoder:
     return nnx.merge(graph, jax.tree.unflatten(tree, leaves))
-
-
-def _abstract(x: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    sharding = x.sharding if isinstance(x.sharding, NamedSharding) else None
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)

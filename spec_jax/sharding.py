@@ -1,7 +1,9 @@
 """Which logical axis of a weight or a cache lies on which axis of the device mesh: one table for the whole project."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -54,6 +56,16 @@ class ShardingRules:
                     f"{axis} {size} does not divide over {mesh.shape[mesh_axis]} devices of mesh axis {mesh_axis!r}; "
                     f"this model can be sharded over {_listed(possible)}"
                 )
+
+
+def use_mesh(mesh: Mesh | None) -> AbstractContextManager[Any]:
+    """Programs traced inside are for this mesh: kernels then see its devices, and split their heads over them."""
+    return nullcontext() if mesh is None else jax.set_mesh(Mesh(mesh.devices, mesh.axis_names))
+
+
+def platform_of(mesh: Mesh | None) -> str:
+    """ "cpu", "gpu" and so on: where programs for this mesh run, which may be another machine than this."""
+    return (jax.devices() if mesh is None else mesh.devices.flat)[0].platform
 
 
 def _listed(values: Sequence[int]) -> str:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from spec_jax.cache import create_cache
+from spec_jax.cache import abstract_cache, create_cache
 from spec_jax.config import DraftConfig
 from spec_jax.decode_loop import BurstShape, Constraint, create_state, decode_burst
 
@@ -25,7 +25,7 @@ def burst(request, tiny_decoder):
     """A burst of two slots on a cache of 2,049 pages: its arguments and the function of them."""
     config = tiny_decoder.config
     graph, weights = nnx.split(tiny_decoder)
-    cache = create_cache(config, 2049, 16, jnp.bfloat16)
+    cache = create_cache(abstract_cache(config, 2049, 16, jnp.bfloat16))
     state = create_state(2, 300, 16, 4, 5)
     is_constrained = request.param == "constrained"
     shape = BurstShape(DraftConfig(num_tokens=5), 2, 16, 8, (1, 6), 0, request.param != "plain", is_constrained)

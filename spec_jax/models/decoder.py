@@ -4,15 +4,18 @@ Activations are flat, `[R, D]` with R = B slots x T rows: matrix products see on
 B slots, T rows per slot, D hidden, H heads, K KV heads, G query heads per KV head, F feed-forward, V vocabulary, P pages.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 
-from ..cache import LayerCache, PagedCache
+from ..cache import PAGE_AXES, LayerCache, PagedCache
 from ..config import ModelConfig
-from ..kernels import paged_attention, write_kv
+from ..kernels import Pages, paged_attention, write_kv
+from ..sharding import ShardingRules
 from .layers import Linear, RMSNorm, WeightSource, apply_rope, declare, rope_tables
 
 Array = jax.Array
@@ -33,13 +36,16 @@ class Attention(nnx.Module):
     one contiguous share of rows, so that tensor parallelism cuts one axis.
     """
 
-    def __init__(self, source: WeightSource, path: str, config: ModelConfig):
+    def __init__(self, source: WeightSource, path: str, config: ModelConfig, rules: ShardingRules):
         K, G, hd, D = config.num_kv_heads, config.queries_per_kv, config.head_dim, config.hidden_size
         self.qkv = Linear(source, f"{path}.qkv", D, K * (G + 2) * hd, ("heads", "embed"), config.qkv_bias)
         self.output = Linear(source, f"{path}.output", K * G * hd, D, ("embed", "heads"), config.attention_output_bias)
         self.q_norm = RMSNorm(source, f"{path}.q_norm", hd, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(source, f"{path}.k_norm", hd, config.rms_norm_eps) if config.qk_norm else None
-        self.config = config
+        # What calibration found for a float8 cache, where the checkpoint says it.
+        self.k_scale = declare(source, f"{path}.k_scale", (), ()) if config.has_kv_scales else None
+        self.v_scale = declare(source, f"{path}.v_scale", (), ()) if config.has_kv_scales else None
+        self.config, self.rules = config, rules
 
     def __call__(self, x: Array, rope: tuple[Array, Array], rows: Rows, cache: LayerCache) -> tuple[Array, LayerCache]:
         config = self.config
@@ -52,16 +58,38 @@ class Attention(nnx.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = apply_rope(q, *rope), apply_rope(k, *rope)
 
-        # The pass writes before it reads: each row then sees itself and the drafts before it.
+        q, k, v = q.reshape(B, T, K * G, hd), k.reshape(B, T, K, hd), v.reshape(B, T, K, hd)
+        scales = {}
+        if self.k_scale is not None and self.v_scale is not None:
+            scales = {"k_scale": self.k_scale[...], "v_scale": self.v_scale[...]}
+        attended, cache = self._by_heads(self._attend)(q, k, v, cache, rows, scales)
+        return self.output(attended.reshape(B * T, K * G * hd)), cache
+
+    def _attend(
+        self, q: Array, k: Array, v: Array, cache: LayerCache, rows: Rows, scales: dict[str, Array]
+    ) -> tuple[Array, LayerCache]:
+        """The pass writes before it reads: each row then sees itself and the drafts before it."""
         k_pages, v_pages = write_kv(
-            cache.k, cache.v, k.reshape(B, T, K, hd), v.reshape(B, T, K, hd),
-            rows.block_tables, rows.positions, rows.keep,
+            cache.k, cache.v, k, v, rows.block_tables, rows.positions, rows.keep,
+            k_scale=scales.get("k_scale"), v_scale=scales.get("v_scale"),
         )  # fmt: skip
         attended = paged_attention(
-            q.reshape(B, T, K * G, hd), k_pages, v_pages, rows.block_tables, rows.positions,
-            scale=hd**-0.5, sliding_window=config.sliding_window,
+            q, k_pages, v_pages, rows.block_tables, rows.positions,
+            scale=self.config.head_dim**-0.5, sliding_window=self.config.sliding_window,
         )  # fmt: skip
-        return self.output(attended.reshape(B * T, K * G * hd)), LayerCache(k_pages, v_pages)
+        return attended, LayerCache(k_pages, v_pages)
+
+    def _by_heads(self, attend: Callable[..., Any]) -> Callable[..., Any]:
+        """On a mesh, every device attends with its own KV heads and pages: the compiler cannot cut a kernel by itself."""
+        if jax.sharding.get_abstract_mesh().empty:
+            return attend
+        heads = self.rules.spec((None, None, "kv_heads", None))
+        pages = Pages(*(self.rules.spec(axes) for axes in PAGE_AXES))
+        cache = LayerCache(pages, pages)
+        whole = PartitionSpec()
+        return jax.shard_map(
+            attend, in_specs=(heads, heads, heads, cache, whole, whole), out_specs=(heads, cache), check_vma=False
+        )
 
 
 class SwiGLU(nnx.Module):
@@ -91,9 +119,9 @@ class Block(nnx.Module):
     `mlp` is any map [R, D] -> [R, D]; a mixture of experts takes its place without another change.
     """
 
-    def __init__(self, source: WeightSource, path: str, config: ModelConfig):
+    def __init__(self, source: WeightSource, path: str, config: ModelConfig, rules: ShardingRules):
         self.attention_norm = RMSNorm(source, f"{path}.attention_norm", config.hidden_size, config.rms_norm_eps)
-        self.attention = Attention(source, f"{path}.attention", config)
+        self.attention = Attention(source, f"{path}.attention", config, rules)
         self.mlp_norm = RMSNorm(source, f"{path}.mlp_norm", config.hidden_size, config.rms_norm_eps)
         self.mlp = SwiGLU(source, f"{path}.mlp", config)
 
@@ -113,12 +141,17 @@ def _run_block(
 
 
 class Decoder(nnx.Module):
-    """The target model: token ids in, hidden states and a written cache out; logits on request."""
+    """The target model: token ids in, hidden states and a written cache out; logits on request.
 
-    def __init__(self, source: WeightSource, config: ModelConfig):
+    `rules` are those by which `source` places the weights on a mesh.
+    """
+
+    def __init__(self, source: WeightSource, config: ModelConfig, rules: ShardingRules | None = None):
         V, D = config.vocab_size, config.hidden_size
         self.embedding = declare(source, "embedding", (V, D), ("vocab", "embed"))
-        self.layers = nnx.List([Block(source, f"layers.{i}", config) for i in range(config.num_layers)])
+        self.layers = nnx.List(
+            [Block(source, f"layers.{i}", config, rules or ShardingRules()) for i in range(config.num_layers)]
+        )
         self.norm = RMSNorm(source, "norm", D, config.rms_norm_eps)
         self.head = None if config.tie_word_embeddings else declare(source, "head", (V, D), ("vocab", "embed"))
         self.config = config

@@ -24,7 +24,7 @@ def abstract_weights(
 
     def source(path: str, shape: tuple[int, ...], axes: Axes) -> jax.ShapeDtypeStruct:
         sharding = None if mesh is None else (rules or ShardingRules()).sharding(mesh, axes)
-        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding)
+        return jax.ShapeDtypeStruct(shape, weight_dtype(path, dtype), sharding=sharding)
 
     return source
 
@@ -36,10 +36,18 @@ def random_weights(seed: int, dtype: jnp.dtype | str) -> WeightSource:
     def source(path: str, shape: tuple[int, ...], axes: Axes) -> Array:
         key = jax.random.fold_in(jax.random.key(seed), next(numbers))
         noise = jax.random.normal(key, shape, jnp.float32)
-        value = 1 + 0.1 * noise if len(shape) == 1 and "norm" in path else noise * shape[-1] ** -0.5
-        return value.astype(dtype)
+        if path.endswith("_scale"):
+            value = 0.02 + 0.0 * noise
+        else:
+            value = 1 + 0.1 * noise if len(shape) == 1 and "norm" in path else noise * shape[-1] ** -0.5
+        return value.astype(weight_dtype(path, dtype))
 
     return source
+
+
+def weight_dtype(path: str, dtype: jnp.dtype | str) -> jnp.dtype:
+    """Scales of a quantized cache are float32, everything else is of the model's dtype."""
+    return jnp.dtype(jnp.float32 if path.endswith("_scale") else dtype)
 
 
 def declare(source: WeightSource, path: str, shape: tuple[int, ...], axes: Axes) -> nnx.Param:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import load_file
 
-from spec_jax.cache import create_cache
+from spec_jax.cache import abstract_cache, create_cache
 from spec_jax.checkpoints.weights import TensorReader, checkpoint_weights
 from spec_jax.models.decoder import Decoder, Rows
 
@@ -40,7 +40,7 @@ def load(reader: TensorReader) -> Decoder:
 
 def logits_of(decoder: Decoder, tokens: np.ndarray, chunks: Iterable[int] = ()) -> np.ndarray:
     """Logits [T, V] of one sequence through the paged cache: one pass for each of `chunks`, then one for the rest."""
-    cache = create_cache(decoder.config, len(TABLE) + 1, PAGE_SIZE, "float32")
+    cache = create_cache(abstract_cache(decoder.config, len(TABLE) + 1, PAGE_SIZE, "float32"))
     logits = []
     for chunk in np.split(np.arange(len(tokens)), np.cumsum([*chunks])):
         rows = Rows(jnp.asarray(chunk[None]), jnp.asarray([TABLE]), jnp.ones((1, len(chunk)), bool))

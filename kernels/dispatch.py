@@ -1,0 +1,88 @@
+"""Which implementation of an operation runs: the one asked for, or the best that the device and the shapes allow.
+
+An operation is a plain XLA version, which defines it, and a Mosaic GPU version (Pallas) of the same signature, which raises
+`Unsupported` for shapes that it does not take.
+"""
+
+import logging
+import re
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import jax
+
+IMPLEMENTATIONS = ("mosaic", "xla")
+
+_log = logging.getLogger("spec_jax")
+_MOSAIC_DEVICES = re.compile(r"\b(H100|H200|H20|H800|GH200|B100|B200|B300|GB200|GB300)\b")
+
+
+class Unsupported(NotImplementedError):
+    """This implementation does not take these shapes, or not on this device; the message says why."""
+
+
+def run(
+    name: str, implementation: str | None, mosaic: Callable[[], Callable[..., Any]], xla: Callable[..., Any], *args: Any
+) -> Any:
+    """Runs one operation; `mosaic()` imports and returns the Mosaic version.
+
+    With `implementation` None, falls back to XLA, and says once why where the device itself could run Mosaic.
+
+    Raises:
+      ValueError: `implementation` is unknown.
+      Unsupported: "mosaic" was asked for and cannot run.
+    """
+    if implementation not in (None, *IMPLEMENTATIONS):
+        raise ValueError(f"implementation {implementation!r} is unknown; known: {', '.join(IMPLEMENTATIONS)}")
+    if implementation == "xla" or (implementation is None and not has_mosaic()):
+        return xla(*args)
+    if implementation == "mosaic":
+        # Never even compiled for other GPUs: there a Mosaic kernel kills the process. On CPUs it runs interpreted.
+        if _platform() != "cpu" and not has_mosaic():
+            raise Unsupported(f"{name}: Mosaic GPU kernels need a Hopper or Blackwell GPU, this is {device_kind()}")
+        return mosaic()(*args)
+    try:
+        return mosaic()(*args)
+    except Unsupported as reason:
+        _say_once(f"{name}: {reason}; the slower XLA version runs instead")
+        return xla(*args)
+
+
+def runs_mosaic(call: Callable[..., Any], *shapes: Any) -> bool:
+    """Whether `call`, an operation with `implementation="mosaic"`, can run with arrays of these shapes on this device."""
+    try:
+        return has_mosaic() and jax.eval_shape(call, *shapes) is not None
+    except Unsupported:
+        return False
+
+
+def has_mosaic() -> bool:
+    """Whether Mosaic GPU kernels run on the device that is being compiled for."""
+    return _platform() == "gpu" and bool(_MOSAIC_DEVICES.search(device_kind()))
+
+
+def device_kind() -> str:
+    """The device that is being compiled for: of the mesh in `jax.set_mesh`, else JAX's default device."""
+    return _device().device_kind
+
+
+def num_cores() -> int:
+    """Streaming multiprocessors of that device; 132 where it does not say, as on a CPU that interprets a kernel."""
+    device = _device()
+    return getattr(device, "num_cores", None) or getattr(device, "core_count", None) or 132
+
+
+def _platform() -> str:
+    return _device().platform
+
+
+def _device() -> Any:
+    mesh = jax.sharding.get_abstract_mesh()
+    abstract = None if mesh.empty else mesh.abstract_device
+    return jax.devices()[0] if abstract is None else abstract
+
+
+@cache
+def _say_once(message: str) -> None:
+    _log.warning(message)

@@ -1,0 +1,62 @@
+"""The cache write as one Mosaic GPU kernel: keys and values, their scales, quantization and scatter in one launch.
+
+Pages are written in place, through references. One warpgroup stores one row of one head.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..dispatch import Unsupported
+from ..pages import FLOAT8, FLOAT8_MAX, Pages
+from ..pallas import compiler_params, plgpu
+
+Array = jax.Array
+
+_THREADS = 128
+
+
+def scatter(
+    k_pages: Pages,
+    v_pages: Pages,
+    k: Array,
+    v: Array,
+    index: Array,
+    offset: Array,
+    k_scale: Array | None,
+    v_scale: Array | None,
+) -> tuple[Pages, Pages]:
+    B, T, K, hd = k.shape
+    if hd % _THREADS:
+        raise Unsupported(f"head_dim {hd} is no multiple of {_THREADS}")
+    row = plgpu.Layout.WG_STRIDED((hd,), vec_size=1)
+    is_float8 = k_pages.scales is not None
+    static = [jnp.float32(s).reshape(1) for s in (k_scale, v_scale) if s is not None] if is_float8 else []
+
+    def write_kv(k_ref, v_ref, where_ref, *refs):
+        static_refs, pages = refs[: len(static)], refs[len(static) :]
+        i, h = lax.axis_index("row"), lax.axis_index("head")
+        page, at = where_ref[i, 0], where_ref[i, 1]
+        for j, rows in enumerate((k_ref, v_ref)):
+            x = plgpu.load(rows.at[i, h], layout=row, optimized=False)
+            if not is_float8:
+                pages[j].at[page, h, at][...] = x.astype(pages[j].dtype)
+                continue
+            values, scales = pages[2 * j : 2 * j + 2]
+            x = x.astype(jnp.float32)
+            if static_refs:
+                scale = static_refs[j][0]
+            else:
+                largest = jnp.max(jnp.abs(x))
+                scale = jnp.where(largest > 0, largest / FLOAT8_MAX, 1.0)
+            x = jnp.minimum(jnp.maximum(x / scale, -FLOAT8_MAX), FLOAT8_MAX).astype(FLOAT8)
+            values.at[page, h, at][...] = lax.bitcast_convert_type(x, jnp.uint8)
+            scales[page, h, at] = scale
+
+    where = jnp.stack([index.reshape(-1), offset.reshape(-1)], axis=1)
+    arrays, tree = jax.tree.flatten((k_pages, v_pages))
+    refs = [jax.new_ref(array) for array in arrays]
+    plgpu.kernel(
+        write_kv, grid=(B * T, K), grid_names=("row", "head"), compiler_params=compiler_params(),
+    )(k.reshape(B * T, K, hd), v.reshape(B * T, K, hd), where, *static, *refs)  # fmt: skip
+    return jax.tree.unflatten(tree, [jax.freeze(ref) for ref in refs])

@@ -1,0 +1,118 @@
+"""The static sizes of an engine's programs: what is rounded up to what, so that few programs serve every request."""
+
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from .cache import PagedCache, abstract_cache
+from .config import DraftConfig, EngineConfig, ModelConfig
+from .decode_loop import BurstShape, DecodeState, create_state
+from .kernels import paged_attention, runs_mosaic
+from .sharding import ShardingRules, platform_of, use_mesh
+
+_PAGE_SIZE = 16
+_GPU_PAGE_SIZE = 64  # one tile of the Mosaic kernel, one copy each of keys and values
+
+
+class Sizes:
+    """Sizes for one model, drafter and mesh. `dtype` is that of weights and activations.
+
+    Programs whose attention gathers pages come for several lengths of the context; Mosaic kernels read only the pages that
+    are in use, so there one program serves all.
+    """
+
+    def __init__(
+        self, model: ModelConfig, draft: DraftConfig, config: EngineConfig, dtype: str, mesh: Mesh | None = None
+    ):
+        self.model, self.draft, self.config, self.dtype = model, draft, config, dtype
+        self.cache_dtype = dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+        self.platform = platform_of(mesh)
+        self.page_size = config.page_size or (_PAGE_SIZE if self.platform == "cpu" else _GPU_PAGE_SIZE)
+        self.max_pages = -(-config.max_model_len // self.page_size)
+        self.num_pages = 1 + -(-(config.num_kv_tokens or _default_kv_tokens(config)) // self.page_size)
+        with use_mesh(mesh):
+            self.has_mosaic = self._attention_is_mosaic()
+
+    def cache(self, mesh: Mesh | None, rules: ShardingRules | None) -> PagedCache:
+        """Shapes of the cache."""
+        return abstract_cache(self.model, self.num_pages, self.page_size, self.cache_dtype, mesh, rules)
+
+    def create_state(self) -> DecodeState:
+        """All slots empty."""
+        config = self.config
+        return create_state(
+            config.max_num_seqs, config.max_model_len + self.draft.num_tokens, self.max_pages, config.max_stop_ids,
+            self.draft.num_tokens, (config.max_bad_words, config.max_bad_word_tokens),
+        )  # fmt: skip
+
+    def rounds(self, streams: bool) -> int:
+        return self.config.rounds_per_burst_streaming if streams else self.config.rounds_per_burst
+
+    def growth(self, rounds: int) -> int:
+        """Most tokens that a slot can gain in so many rounds."""
+        return rounds * (self.draft.num_tokens + 1)
+
+    def chunks(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """How positions `start .. end - 1` of a prompt are cut: first position, number of tokens, size of the program."""
+        sizes = self.config.prefill_chunks
+        while start < end:
+            size = next((s for s in sizes if s >= end - start), sizes[-1])
+            count = min(size, end - start)
+            yield start, count, size
+            start += count
+
+    def num_slots(self, needed: int) -> int:
+        """Rounded up to one of a few sizes: each size is a program."""
+        return min(_power_of_two(needed), self.config.max_num_seqs)
+
+    def page_bucket(self, num_tokens: int) -> int:
+        """Pages for a context of `num_tokens`, rounded up to one of a few sizes: each size is a program."""
+        if self.has_mosaic:
+            return self.max_pages
+        bucket = max(self.config.min_context_bucket, _power_of_two(num_tokens))
+        return min(-(-bucket // self.page_size), self.max_pages)
+
+    def burst(self, num_slots: int, longest: int, has_processors: bool, is_constrained: bool) -> BurstShape:
+        """The burst for the first `num_slots` slots, none of which holds more than `longest` tokens after it."""
+        num_slots = self.num_slots(num_slots)
+        widths = self._row_widths(num_slots)
+        return BurstShape(
+            draft=self.draft,
+            num_slots=num_slots,
+            num_pages=self.page_bucket(longest),
+            rounds_capacity=max(self.rounds(True), self.rounds(False)),
+            row_widths=widths,
+            num_weak_drafts=min(widths[0] - 1, self.draft.num_tokens),
+            has_processors=has_processors,
+            is_constrained=is_constrained,
+        )
+
+    def _row_widths(self, num_slots: int) -> tuple[int, ...]:
+        """On a CPU rows cost time, so rounds without drafts run narrow; one lone bfloat16 row is pathological there
+        (7 x slower than two: XLA:CPU takes another path for a matrix times a vector), so two are the least."""
+        full = self.draft.num_tokens + 1
+        if self.platform != "cpu":
+            return (full,)
+        narrow = 2 if num_slots == 1 else 1
+        return (narrow, full) if full > narrow else (narrow,)
+
+    def _attention_is_mosaic(self) -> bool:
+        model = self.model
+        pages = abstract_cache(model, self.num_pages, self.page_size, self.cache_dtype).layers[0].k
+        rows = (self.config.max_num_seqs, self.draft.num_tokens + 1)
+        return runs_mosaic(
+            lambda *arrays: paged_attention(*arrays, scale=1.0, implementation="mosaic"),
+            jax.ShapeDtypeStruct((*rows, model.num_heads, model.head_dim), jnp.dtype(self.dtype)), pages, pages,
+            jax.ShapeDtypeStruct((rows[0], self.max_pages), jnp.int32), jax.ShapeDtypeStruct(rows, jnp.int32),
+        )  # fmt: skip
+
+
+def _default_kv_tokens(config: EngineConfig) -> int:
+    """Room for the longest text, and for several usual ones."""
+    return max(config.max_model_len, min(config.max_num_seqs * config.max_model_len, 16_384))
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
