@@ -1,4 +1,4 @@
-"""The command line: `spec-jax generate | bench | verify | fetch`.
+"""The command line: `spec-jax generate | bench | verify | compile-check | fetch`.
 
 A user's mistake ends in one line on standard error and exit code 2, never in a traceback.
 """
@@ -104,6 +104,36 @@ class Verify:
 
 
 @dataclass(frozen=True)
+class CompileCheck:
+    """Compile the decode loop and the prefill for a GPU machine, where there is no GPU, and say what XLA made of them.
+
+    Exit code 1 where it is not one CUDA graph, copies weights or cache, spills registers, or does not fit."""
+
+    model: str
+    """A known shape (llama-3.1-8b, llama-3.1-70b, qwen3-8b, smollm2-135m), a Hugging Face folder, or a config.json."""
+    target: str
+    """The GPU: h200 or b200."""
+    devices: int = 1
+    """How many of them, 1 to 8; the model is sharded over all."""
+    kv_cache_dtype: str = "auto"
+    """auto (bfloat16) or fp8."""
+    draft: str = "ngram"
+    """Who proposes tokens: auto, ngram or none."""
+    num_draft_tokens: int = 5
+    """Proposals per round, 0 to 16."""
+    max_num_seqs: int = 8
+    """Sequences that run at the same time."""
+    max_model_len: int | None = None
+    """Longest prompt and answer together, in tokens. By default the model's limit, at most 8192."""
+    num_kv_tokens: int | None = None
+    """Room of the cache. By default enough for all sequences at full length, or what fits, if that is less."""
+    num_layers: int | None = None
+    """Compile only so many layers, for a quick look at the same structure."""
+    json: bool = False
+    """Print one JSON object instead of the table."""
+
+
+@dataclass(frozen=True)
 class Fetch:
     """Download a model into the cache folder and print its path."""
 
@@ -115,6 +145,7 @@ Command = (
     Annotated[Generate, tyro.conf.subcommand("generate")]
     | Annotated[Bench, tyro.conf.subcommand("bench")]
     | Annotated[Verify, tyro.conf.subcommand("verify")]
+    | Annotated[CompileCheck, tyro.conf.subcommand("compile-check")]
     | Annotated[Fetch, tyro.conf.subcommand("fetch")]
 )
 
@@ -137,6 +168,8 @@ def main(arguments: list[str] | None = None) -> None:
                 _bench(command)
             case Verify():
                 _verify(command)
+            case CompileCheck():
+                _compile_check(command)
             case Fetch():
                 _fetch(command)
     except UserError as error:
@@ -239,6 +272,17 @@ def _verify(command: Verify) -> None:
 
     gc.enable()
     if not verify(**vars(command)):
+        sys.exit(1)
+
+
+def _compile_check(command: CompileCheck) -> None:
+    from .compile_check import compile_check
+
+    gc.enable()
+    options = {name: value for name, value in vars(command).items() if name != "json"}
+    report = compile_check(**options)
+    print(json.dumps(report.as_json()) if command.json else "\n".join(report.lines()))
+    if report.faults:
         sys.exit(1)
 
 

@@ -20,6 +20,7 @@ from .cache import PagedCache, create_cache
 from .config import DraftConfig, EngineConfig, ModelConfig
 from .decode_loop import LENGTH, STOPPED, BurstOutput, Constraint, DecodeState
 from .errors import UserError
+from .handoff import PrefillMesh
 from .models.decoder import Decoder
 from .params import SamplingParams
 from .programs import Program, Programs
@@ -55,7 +56,7 @@ class Engine:
     """Runs requests on one model. Not thread-safe: one thread adds, steps and aborts.
 
     `load()` the weights, then `step()` until `has_work` is false; each step returns the requests that grew or ended.
-    `dtype` is that of weights and activations.
+    `dtype` is that of weights and activations. `mesh` is what decodes, and what prefills unless there is a `prefill_mesh`.
     """
 
     def __init__(
@@ -66,15 +67,20 @@ class Engine:
         dtype: str,
         mesh: Mesh | None = None,
         rules: ShardingRules | None = None,
+        prefill_mesh: Mesh | None = None,
     ):
         rules = rules or ShardingRules()
-        if mesh is not None:
-            rules.check(mesh, model_config)
+        for each in (mesh, prefill_mesh):
+            if each is not None:
+                rules.check(each, model_config)
         self.config, self.draft = config, draft
         self._vocab_size = model_config.vocab_size
         self.sizes = Sizes(model_config, draft, config, dtype, mesh)
         self.scheduler = Scheduler(config.max_num_seqs, self.sizes.num_pages, self.sizes.page_size)
         self.programs = Programs(self.sizes, mesh, rules)
+        self._prefill_mesh = None
+        if prefill_mesh is not None:
+            self._prefill_mesh = PrefillMesh(self.sizes, self.programs, prefill_mesh, rules)
         cache = create_cache(self.programs.cache)
         state = self.sizes.create_state()
         bias = jax.numpy.zeros((config.max_num_seqs, model_config.vocab_size), np.float32)
@@ -95,6 +101,8 @@ class Engine:
     def load(self, decoder: Decoder) -> None:
         """Gives the engine its weights; they must be as its model config and dtype say."""
         self._weights = jax.tree.leaves(nnx.state(decoder))
+        if self._prefill_mesh is not None:
+            self._prefill_mesh.load(self._weights)
 
     def prepare(
         self, prompt_length: int, params: SamplingParams, max_length: int | None = None, *, streams: bool
@@ -104,8 +112,12 @@ class Engine:
         Without `max_length`, as far as its first two bursts can go: both are on their way before the first is read.
         The programs are not compiled yet: do that on other threads while the weights are being read.
         """
+        has_logprobs = params.prompt_logprobs is not None
         for start, count, size in self.sizes.chunks(0, prompt_length - 1):
-            yield self.programs.prefill(size, self.sizes.page_bucket(start + count), params.prompt_logprobs is not None)
+            if self._prefill_mesh is not None:
+                yield from self._prefill_mesh.prepare(start, count, size, has_logprobs)
+            else:
+                yield self.programs.prefill(size, self.sizes.page_bucket(start + count), has_logprobs)
         growth = self.sizes.growth(self.sizes.rounds(streams))
         longest = prompt_length
         max_length = min(max_length or prompt_length + 2 * growth, self.config.max_model_len)
@@ -190,19 +202,18 @@ class Engine:
     def _prefill_chunk(self, request: Request) -> None:
         text = request.tokens
         start, count, size = next(self.sizes.chunks(request.num_prefilled, len(text) - 1))
-        num_pages = self.sizes.page_bucket(start + count)
-
         wants_logprobs = request.lacks_prompt_logprobs
+        tokens = filled(text[start : start + count], size)
+        following = filled(text[start + 1 : start + 1 + count], size) if wants_logprobs else None
         here = self._on_device
-        here.cache, logprobs = self.programs.prefill(size, num_pages, wants_logprobs)(
-            self._weights,
-            here.cache,
-            filled(text[start : start + count], size),
-            filled(text[start + 1 : start + 1 + count], size) if wants_logprobs else None,
-            np.int32(start),
-            np.int32(count),
-            filled(request.pages, self.sizes.max_pages)[:num_pages],
-        )
+        if self._prefill_mesh is not None:
+            here.cache, logprobs = self._prefill_mesh.run(here.cache, request.pages, tokens, following, start, count)
+        else:
+            num_pages = self.sizes.page_bucket(start + count)
+            here.cache, logprobs = self.programs.prefill(size, num_pages, wants_logprobs)(
+                self._weights, here.cache, tokens, following, np.int32(start), np.int32(count),
+                filled(request.pages, self.sizes.max_pages)[:num_pages],
+            )  # fmt: skip
         if wants_logprobs:
             request.append_prompt_logprobs(text[start + 1 : start + 1 + count], jax.tree.map(np.asarray, logprobs))
         request.num_prefilled += count

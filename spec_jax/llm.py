@@ -48,6 +48,7 @@ class LLM:
       warm_up, warm_up_params: a prompt like the first one to come, and its parameters: what they need is compiled while the
         weights are read.
       mesh, rules: devices to shard over; `ShardingRules()` puts heads, feed-forward and vocabulary on axis "tp".
+      prefill_mesh: other devices for prompts, with a second copy of the weights; decoding then never waits for a prompt.
 
     Raises:
       UserError: a value cannot be used; the message says what can.
@@ -69,6 +70,7 @@ class LLM:
         warm_up_params: SamplingParams | None = None,
         mesh: Mesh | None = None,
         rules: ShardingRules | None = None,
+        prefill_mesh: Mesh | None = None,
     ):
         draft_config = DraftConfig.create(draft, num_draft_tokens)
         if dtype not in DTYPES:
@@ -90,7 +92,9 @@ class LLM:
         if kv_cache_dtype != "fp8":
             files = files.without_kv_scales()
         self._grammars: GrammarCompiler | None = None
-        self._create_engine = partial(Engine, files.config, config=engine_config, dtype=dtype, mesh=mesh, rules=rules)
+        self._create_engine = partial(
+            Engine, files.config, config=engine_config, dtype=dtype, mesh=mesh, rules=rules, prefill_mesh=prefill_mesh
+        )
         self.engine = self._create_engine(draft=draft_config)
         with ThreadPoolExecutor(1) as compiler:
             compiling = []

@@ -34,12 +34,12 @@ class Program:
         self._compiled: jax.stages.Compiled | None = None
         self._lock = Lock()
 
-    def compile(self) -> jax.stages.Compiled:
+    def compile(self, more_options: dict[str, Any] | None = None) -> jax.stages.Compiled:
         """Safe to call from any thread; the compiler itself does not hold Python's lock."""
         with self._lock:
             if self._compiled is None:
                 assert self._lowered is not None
-                self._compiled = self._lowered.compile(compiler_options=self._options)
+                self._compiled = self._lowered.compile(compiler_options=(self._options or {}) | (more_options or {}))
                 self._lowered = None
             return self._compiled
 
@@ -84,6 +84,29 @@ class Programs:
         return self._get(
             ("prefill", chunk, num_pages, has_logprobs), run, (1,), (self._at(self.cache), self._replicated),
             self.weights, self.cache, row, row if has_logprobs else None, _SCALAR, _SCALAR, self._row(num_pages),
+        )  # fmt: skip
+
+    def take_pages(self, num_pages: int) -> "Program":
+        """`(cache, pages [num_pages]) -> PagedCache` of those pages alone."""
+
+        def run(cache, pages):
+            return jax.tree.map(lambda x: x[pages], cache)
+
+        return self._get(
+            ("take_pages", num_pages), run, (), self._at(self.cache), self.cache, self._row(num_pages)
+        )  # fmt: skip
+
+    def put_pages(self, num_pages: int) -> "Program":
+        """`(cache, PagedCache of num_pages pages, pages [num_pages]) -> cache` with those pages written."""
+
+        def run(cache, moved, pages):
+            return jax.tree.map(lambda x, new: x.at[pages].set(new), cache, moved)
+
+        moved = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((num_pages, *x.shape[1:]), x.dtype, sharding=x.sharding), self.cache
+        )
+        return self._get(
+            ("put_pages", num_pages), run, (0,), self._at(self.cache), self.cache, moved, self._row(num_pages)
         )  # fmt: skip
 
     def burst(self, shape: BurstShape) -> "Program":

@@ -1,6 +1,7 @@
 """The static sizes of an engine's programs: what is rounded up to what, so that few programs serve every request."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +35,11 @@ class Sizes:
         self.num_pages = 1 + -(-(config.num_kv_tokens or _default_kv_tokens(config)) // self.page_size)
         with use_mesh(mesh):
             self.has_mosaic = self._attention_is_mosaic()
+
+    def for_one_prompt(self, mesh: Mesh) -> "Sizes":
+        """The same on another mesh, with room for one sequence and the same pages."""
+        config = replace(self.config, num_kv_tokens=self.config.max_model_len, page_size=self.page_size)
+        return Sizes(self.model, self.draft, config, self.dtype, mesh)
 
     def cache(self, mesh: Mesh | None, rules: ShardingRules | None) -> PagedCache:
         """Shapes of the cache."""

@@ -25,8 +25,9 @@ WIDE = replace(
 RULES = ShardingRules()
 
 
-def mesh_of(size: int) -> jax.sharding.Mesh:
-    return jax.make_mesh((size,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:size])
+def mesh_of(size: int, first: int = 0) -> jax.sharding.Mesh:
+    devices = jax.devices()[first : first + size]
+    return jax.make_mesh((size,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,), devices=devices)
 
 
 def sharded(mesh) -> Decoder:
@@ -109,6 +110,23 @@ def test_the_whole_engine_gives_the_same_text_on_a_mesh(asked):
         engine.load(sharded(mesh))
         requests = [make_request(engine, p, seed=4, **params) for p in PROMPTS[:3] for params in asked]
         outputs.append(finish(engine, requests))
+    assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize(("prefill", "decode", "kv_cache_dtype"), [(2, 4, "auto"), (4, 0, "fp8")])
+def test_prefill_on_other_devices_gives_the_same_text(prefill, decode, kv_cache_dtype):
+    """Prompts longer than a chunk and than a page, on meshes that share no device and are split differently."""
+    config = EngineConfig(
+        max_model_len=96, max_num_seqs=2, page_size=8, prefill_chunks=(12, 24), min_context_bucket=96,
+        rounds_per_burst=4, kv_cache_dtype=kv_cache_dtype,
+    )  # fmt: skip
+    prompts = [list(range(3, 3 + n)) for n in (50, 1, 2, 25)]
+    outputs = []
+    for meshes in ((None, None), (mesh_of(decode) if decode else None, mesh_of(prefill, first=4))):
+        engine = Engine(WIDE, DraftConfig(num_tokens=3), config, "float32", meshes[0], RULES, meshes[1])
+        engine.load(sharded(meshes[0]))
+        requests = [make_request(engine, p, seed=4, prompt_logprobs=1) for p in prompts]
+        outputs.append((finish(engine, requests), [len(r.prompt_logprobs) for r in requests]))
     assert outputs[0] == outputs[1]
 
 

@@ -1,0 +1,74 @@
+"""Prompts on a mesh of their own: what a chunk writes there is carried over to the pages of the decode mesh.
+
+A decode burst then never waits behind a prompt. The chunk's pages go as soon as it is dispatched, so copying one chunk and
+computing the next overlap; the host waits for neither.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from .cache import PagedCache, create_cache
+from .programs import Program, Programs
+from .sharding import ShardingRules
+from .sizes import Sizes
+from .slot_row import filled
+
+
+class PrefillMesh:
+    """Room for one prompt at a time on `mesh`, and the way to `decode`'s pages. `sizes` are those of the decode mesh."""
+
+    def __init__(self, sizes: Sizes, decode: Programs, mesh: Mesh, rules: ShardingRules):
+        self.sizes = sizes.for_one_prompt(mesh)
+        self.programs = Programs(self.sizes, mesh, rules)
+        self._decode = decode
+        self._cache = create_cache(self.programs.cache)
+        self._weights: list[jax.Array] = []
+
+    def load(self, weights: Sequence[jax.Array]) -> None:
+        """A copy of the weights, as this mesh wants them."""
+        self._weights = [
+            jax.device_put(value, shape.sharding) for value, shape in zip(weights, self.programs.weights, strict=True)
+        ]
+
+    def prepare(self, start: int, count: int, size: int, has_logprobs: bool) -> Iterator[Program]:
+        """The programs that one chunk needs."""
+        yield self.programs.prefill(size, self.sizes.page_bucket(start + count), has_logprobs)
+        yield self.programs.take_pages(self._num_moved(size))
+        yield self._decode.put_pages(self._num_moved(size))
+
+    def run(
+        self,
+        cache: PagedCache,
+        pages: Sequence[int],
+        tokens: np.ndarray,
+        following: np.ndarray | None,
+        start: int,
+        count: int,
+    ) -> tuple[PagedCache, Any]:
+        """Prefills `tokens[:count]` at `start ..` of a sequence whose pages on the decode mesh are `pages`. Takes the decode
+        mesh's cache and gives it back with the chunk's KV, and the log-probabilities where `following` asks for them."""
+        size, page = len(tokens), self.sizes.page_size
+        num_pages = self.sizes.page_bucket(start + count)
+        local = list(range(1, 1 + self.sizes.max_pages))
+        program = self.programs.prefill(size, num_pages, following is not None)
+        self._cache, logprobs = program(
+            self._weights, self._cache, tokens, following, np.int32(start), np.int32(count),
+            np.asarray(local[:num_pages], np.int32),
+        )  # fmt: skip
+        touched = slice(start // page, (start + count - 1) // page + 1)
+        n = self._num_moved(size)
+        moved = self.programs.take_pages(n)(self._cache, filled(local[touched], n))
+        moved = jax.tree.map(lambda x, to: jax.device_put(x, _like(to)), moved, self._decode.cache)
+        return self._decode.put_pages(n)(cache, moved, filled(pages[touched], n)), logprobs
+
+    def _num_moved(self, size: int) -> int:
+        """Pages that a chunk of `size` tokens can touch, wherever it begins."""
+        return min(-(-size // self.sizes.page_size) + 1, self.sizes.max_pages)
+
+
+def _like(shape: jax.ShapeDtypeStruct) -> Any:
+    return shape.sharding if isinstance(shape.sharding, NamedSharding) else jax.devices()[0]
