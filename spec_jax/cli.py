@@ -38,6 +38,8 @@ class ModelOptions:
     """Of the cache: auto, as dtype, or fp8 for half the memory of bfloat16."""
     max_model_len: int | None = None
     """Longest prompt and answer together, in tokens. By default the model's limit, at most 8192."""
+    tensor_parallel_size: int = 1
+    """How many devices of this machine the model is sharded over."""
 
 
 def _sampling_options(**defaults: Any) -> Any:

@@ -1,8 +1,10 @@
 """How programs are compiled: where compiled ones are kept, and what XLA is told about GPUs."""
 
+import logging
 import os
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,6 +24,18 @@ _CHOICES: tuple[dict[str, Any], ...] = (
     {"xla_gpu_enable_command_buffer": _GRAPH, "xla_gpu_experimental_use_collective_kernels": "", **_ALWAYS},
     {"xla_gpu_enable_command_buffer": _GRAPH, **_ALWAYS},
 )
+
+
+def quiet_absent_gpu() -> None:
+    """The compiler that `compile-check` needs is JAX's plugin for CUDA. Where there is no GPU, JAX would log at length that
+    it cannot be started."""
+    if not Path("/dev/nvidiactl").exists():
+        logging.getLogger("jax._src.xla_bridge").addFilter(_is_not_about_cuda)
+
+
+def _is_not_about_cuda(record: logging.LogRecord) -> bool:
+    message = record.getMessage()
+    return "xla_cuda" not in message and "CUDA-enabled jaxlib is not installed" not in message
 
 
 def use_compilation_cache() -> None:

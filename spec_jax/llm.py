@@ -12,14 +12,14 @@ from typing import Any
 from jax.sharding import Mesh
 
 from .checkpoints import open_model
-from .compilation import use_compilation_cache
+from .compilation import quiet_absent_gpu, use_compilation_cache
 from .config import DraftConfig, EngineConfig
 from .engine import Engine
 from .errors import UserError
 from .grammar import Grammar, GrammarCompiler
 from .params import SamplingParams
 from .request import Request, RequestOutput
-from .sharding import ShardingRules
+from .sharding import ShardingRules, tensor_parallel_mesh
 from .tokenizer import ChatMessage
 
 Prompt = str | Sequence[int] | Sequence[ChatMessage]
@@ -47,7 +47,8 @@ class LLM:
       rounds_per_burst: rounds that the device runs before the host looks again, where nobody streams.
       warm_up, warm_up_params: a prompt like the first one to come, and its parameters: what they need is compiled while the
         weights are read.
-      mesh, rules: devices to shard over; `ShardingRules()` puts heads, feed-forward and vocabulary on axis "tp".
+      tensor_parallel_size: how many of this machine's devices the model is sharded over.
+      mesh, rules: or exactly which; `ShardingRules()` puts heads, feed-forward and vocabulary on axis "tp".
       prefill_mesh: other devices for prompts, with a second copy of the weights; decoding then never waits for a prompt.
 
     Raises:
@@ -68,6 +69,7 @@ class LLM:
         rounds_per_burst: int = 8,
         warm_up: Prompt | None = None,
         warm_up_params: SamplingParams | None = None,
+        tensor_parallel_size: int = 1,
         mesh: Mesh | None = None,
         rules: ShardingRules | None = None,
         prefill_mesh: Mesh | None = None,
@@ -75,7 +77,10 @@ class LLM:
         draft_config = DraftConfig.create(draft, num_draft_tokens)
         if dtype not in DTYPES:
             raise UserError(f"dtype {dtype!r} is unknown: allowed are {', '.join(DTYPES)}")
+        quiet_absent_gpu()
         use_compilation_cache()
+        if mesh is None and tensor_parallel_size != 1:
+            mesh = tensor_parallel_mesh(tensor_parallel_size)
         files = open_model(model)
         limit = files.config.max_position
         if max_model_len is not None and max_model_len > limit:

@@ -51,7 +51,7 @@ class ShardingRules:
             if mesh_axis not in mesh.shape:
                 raise UserError(f"the mesh has axes {tuple(mesh.shape)}, but {axis} is sharded over {mesh_axis!r}")
             if size % mesh.shape[mesh_axis]:
-                possible = [n for n in range(1, len(mesh.devices.flat) + 1) if all(s % n == 0 for s in sizes.values())]
+                possible = [n for n in range(1, min(sizes.values()) + 1) if all(s % n == 0 for s in sizes.values())]
                 raise UserError(
                     f"{axis} {size} does not divide over {mesh.shape[mesh_axis]} devices of mesh axis {mesh_axis!r}; "
                     f"this model can be sharded over {_listed(possible)}"
@@ -61,6 +61,17 @@ class ShardingRules:
 def use_mesh(mesh: Mesh | None) -> AbstractContextManager[Any]:
     """Programs traced inside are for this mesh: kernels then see its devices, and split their heads over them."""
     return nullcontext() if mesh is None else jax.set_mesh(Mesh(mesh.devices, mesh.axis_names))
+
+
+def tensor_parallel_mesh(size: int) -> Mesh:
+    """The first `size` devices of this machine, on axis "tp". Raises UserError."""
+    devices = jax.devices()
+    if not 1 <= size <= len(devices):
+        raise UserError(
+            f"tensor_parallel_size is {size}: this machine has {len(devices)} {devices[0].platform.upper()} "
+            f"device{'s' * (len(devices) > 1)}"
+        )
+    return Mesh(np.array(devices[:size]), ("tp",))
 
 
 def platform_of(mesh: Mesh | None) -> str:

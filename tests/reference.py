@@ -1,5 +1,7 @@
 """Independent oracles: a decoder and a speculative loop in plain float64 NumPy, without a cache and without batches."""
 
+from collections.abc import Callable
+
 import numpy as np
 
 from spec_jax.models.decoder import Decoder
@@ -34,10 +36,15 @@ def hf_weights(decoder: Decoder) -> dict[str, np.ndarray]:
 
 
 class ReferenceModel:
-    """A Llama forward pass over a whole text, in float64 (arXiv 2302.13971)."""
+    """A Llama forward pass over a whole text, in float64 (arXiv 2302.13971).
 
-    def __init__(self, decoder: Decoder):
-        self.config = decoder.config
+    `store(kind, layer, rows)` is what a cache makes of the rotated keys ("k") or the values ("v") [n, K, hd].
+    """
+
+    def __init__(
+        self, decoder: Decoder, store: Callable[[str, int, np.ndarray], np.ndarray] = lambda _k, _l, rows: rows
+    ):
+        self.config, self.store = decoder.config, store
         self.w = {name: value.astype(np.float64) for name, value in hf_weights(decoder).items()}
 
     def logits(self, tokens: list[int]) -> np.ndarray:  # [len(tokens), V]
@@ -57,7 +64,8 @@ class ReferenceModel:
             p = {key.split(f"layers.{i}.")[1]: value for key, value in w.items() if f"layers.{i}." in key}
             h = norm(x, p["input_layernorm.weight"])
             q, k, v = ((h @ p[f"self_attn.{t}_proj.weight"].T).reshape(n, -1, c.head_dim) for t in "qkv")
-            k, v = (np.repeat(t, c.queries_per_kv, axis=1) for t in (rope(k), v))
+            k, v = self.store("k", i, rope(k)), self.store("v", i, v)
+            k, v = (np.repeat(t, c.queries_per_kv, axis=1) for t in (k, v))
             scores = np.einsum("qhd,khd->hqk", rope(q), k) / np.sqrt(c.head_dim)
             scores = np.where(np.tril(np.ones((n, n), bool)), scores, -np.inf)
             weights = np.exp(scores - scores.max(-1, keepdims=True))
