@@ -10,6 +10,8 @@ from shared memory, and converted, by one warp only. That matters for float8: a 
 neighbouring channels, and `ldmatrix` puts words where an MMA wants its operand. A few bit operations make a float16 of the
 lower byte, a few of the upper one, exactly and without leaving the register: float16 has one exponent bit more, so the
 numbers are 2**-8 of the float8 ones. Even and odd channels are then two products, and nothing is staged through memory.
+Queries and weights are float16 there: queries must be below 65,504, values below 1.1e5 (larger ones are cut); those below
+1e-4 lose precision.
 """
 
 import math
@@ -31,6 +33,7 @@ _MASKED = -1e30  # finite: a row that sees nothing in its share must not become 
 _SHARED_BYTES = 226 * 1024  # of a multiprocessor, Hopper and Blackwell alike; two blocks shall fit
 _SCRATCH_BYTES = 5 * 1024  # barriers, and what reductions over warps need
 _UNIT = 256.0  # float8 read as float16 is this much too small
+_FLOAT16_MAX = 65_504.0
 
 
 @dataclass(frozen=True)
@@ -89,15 +92,14 @@ def attend(
 
     to_base_2 = scale * math.log2(math.e)
     rows = q.reshape(B, T, K, G, hd).transpose(0, 2, 1, 3, 4).reshape(B, K, T * G, hd)
-    rows = rows.astype(jnp.float16) if is_float8 else (rows.astype(jnp.float32) * to_base_2).astype(q.dtype)
+    rows = rows.astype(jnp.float16) if is_float8 else rows
     rows = jnp.pad(rows, ((0, 0), (0, 0), (0, Q * R - T * G), (0, 0)))
     rows = rows.reshape(B, K, Q, R, plan.width, plan.parts).transpose(0, 1, 2, 5, 3, 4)
 
     # Where each row stands, and which tiles some row of a tile of queries can see.
-    stands = jnp.minimum(jnp.repeat(positions, G, axis=1), N * page - 1)
     padding = ((0, 0), (0, Q * R - T * G))
-    stands = jnp.pad(stands, padding, mode="edge").reshape(B, Q, R)
-    end = jnp.max(stands, axis=2) // TILE + 1
+    stands = jnp.pad(jnp.repeat(positions, G, axis=1), padding, mode="edge").reshape(B, Q, R)
+    end = jnp.minimum(jnp.max(stands, axis=2) // TILE + 1, -(-N * page // TILE))
     begin = jnp.zeros_like(end)
     if sliding_window is not None:
         begin = jnp.maximum(jnp.min(stands, axis=2) - sliding_window + 1, 0) // TILE
@@ -201,10 +203,14 @@ def _kernel(plan: _Plan, B: int, K: int, N: int, page: int, is_float8: bool, to_
             if is_float8:
                 k_scale = plgpu.load(scales[0].at[slot], layout=acc.reduce(0), optimized=False)
                 scores = scores * spread(k_scale * (_UNIT * to_base_2), 1, TILE)
+            else:
+                scores = scores * to_base_2
             at = tile * TILE + plgpu.broadcasted_iota(jnp.int32, (R, TILE), 1, layout=acc)
             seen = at <= spread(stands, 0, TILE)
             if window is not None:
                 seen = seen & (at > spread(stands, 0, TILE) - window)
+            if N * page % TILE:
+                seen = seen & (at < N * page)
             scores = jnp.where(seen, scores, _MASKED)
 
             new_top = jnp.maximum(top, jnp.max(scores, axis=1))
@@ -213,7 +219,7 @@ def _kernel(plan: _Plan, B: int, K: int, N: int, page: int, is_float8: bool, to_
             total = total * spread(fade, 0, TILE) + weights  # summed over the columns at the end: no barrier here
             if is_float8:
                 v_scale = plgpu.load(scales[1].at[slot], layout=acc.reduce(0), optimized=False)
-                weights = weights * spread(v_scale * _UNIT, 1, TILE)
+                weights = weights * spread(jnp.minimum(v_scale * _UNIT, _FLOAT16_MAX), 1, TILE)
             p_smem[...] = weights.astype(mma_dtype)
             plgpu.commit_smem()  # behind it, no warp reads the tile before this one any more: its buffers are free
 

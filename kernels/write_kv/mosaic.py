@@ -31,10 +31,10 @@ def scatter(
         raise Unsupported(f"head_dim {hd} is no multiple of {_THREADS}")
     row = plgpu.Layout.WG_STRIDED((hd,), vec_size=1)
     is_float8 = k_pages.scales is not None
-    static = [jnp.float32(s).reshape(1) for s in (k_scale, v_scale) if s is not None] if is_float8 else []
+    given = [is_float8 and scale is not None for scale in (k_scale, v_scale)]
+    static = [jnp.float32(1.0 if scale is None else scale).reshape(1) for scale in (k_scale, v_scale)]
 
-    def write_kv(k_ref, v_ref, where_ref, *refs):
-        static_refs, pages = refs[: len(static)], refs[len(static) :]
+    def write_kv(k_ref, v_ref, where_ref, k_scale_ref, v_scale_ref, *pages):
         i, h = lax.axis_index("row"), lax.axis_index("head")
         page, at = where_ref[i, 0], where_ref[i, 1]
         for j, rows in enumerate((k_ref, v_ref)):
@@ -44,8 +44,8 @@ def scatter(
                 continue
             values, scales = pages[2 * j : 2 * j + 2]
             x = x.astype(jnp.float32)
-            if static_refs:
-                scale = static_refs[j][0]
+            if given[j]:
+                scale = (k_scale_ref, v_scale_ref)[j][0]
             else:
                 largest = jnp.max(jnp.abs(x))
                 scale = jnp.where(largest > 0, largest / FLOAT8_MAX, 1.0)
