@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# One process a core; tests of a file stay together, as they share what a file sets up.
+PARALLEL := -n auto --maxprocesses 8 --dist loadfile
 
 .PHONY: demo test test-all lint format types check clean
 
@@ -9,10 +11,10 @@ demo: $(VENV)/.runtime
 	$(BIN)/python benchmarks/demo.py
 
 test: $(VENV)/.test
-	$(BIN)/pytest -m "not slow"
+	$(BIN)/pytest $(PARALLEL) -m "not slow"
 
 test-all: $(VENV)/.test
-	XLA_FLAGS="--xla_backend_optimization_level=3 $$XLA_FLAGS" $(BIN)/pytest
+	XLA_FLAGS="--xla_backend_optimization_level=3 $$XLA_FLAGS" $(BIN)/pytest $(PARALLEL)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff format --check .

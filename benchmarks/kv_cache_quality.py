@@ -28,9 +28,7 @@ scores: dict[str, list[tuple[float, int]]] = {cache: [] for cache in models}  # 
 same_texts = same_tokens = all_tokens = 0
 for number, question in enumerate(questions, 1):
     ask = SamplingParams(max_tokens=args.max_tokens)
-    answers = {
-        cache: llm.generate([question.prompt], ask)[0] for cache, llm in models.items()
-    }
+    answers = {cache: llm.generate([question.prompt], ask)[0] for cache, llm in models.items()}
     text = [*answers["auto"].prompt_token_ids, *answers["auto"].token_ids]
     for cache, llm in models.items():
         [output] = llm.generate(text, SamplingParams(max_tokens=1, prompt_logprobs=1))

@@ -86,7 +86,9 @@ def _kv_scale(reader: TensorReader, layer: int, kind: str) -> np.ndarray:
     name = f"{kind}_scale of layer {layer}"
     if value is None or value.size != 1:
         given = "missing" if value is None else f"of shape {value.shape}"
-        raise UserError(f"{name} for a float8 cache is {given}: every layer needs one number, or none has any")
+        raise UserError(
+            f"{name} for a float8 cache is {given}: every layer needs one number, or none has any; use kv_cache_dtype auto"
+        )
     if not (np.isfinite(value).all() and (value > 0).all()):
         raise UserError(
             f"{name} for a float8 cache is {value.item()}: it must be a number above 0; the checkpoint's calibration is "

@@ -27,7 +27,8 @@ def run(
 ) -> Any:
     """Runs one operation; `mosaic()` imports and returns the Mosaic version.
 
-    With `implementation` None, falls back to XLA, and says once why where the device itself could run Mosaic.
+    With `implementation` None, falls back to XLA, and says once why where the device itself could run Mosaic. On a CPU,
+    "mosaic" is for Pallas's interpret mode.
 
     Raises:
       ValueError: `implementation` is unknown.
@@ -38,7 +39,7 @@ def run(
     if implementation == "xla" or (implementation is None and not has_mosaic()):
         return xla(*args)
     if implementation == "mosaic":
-        # Never even compiled for other GPUs: there a Mosaic kernel kills the process. On CPUs it runs interpreted.
+        # Never even compiled for other GPUs: there a Mosaic kernel kills the process.
         if _platform() != "cpu" and not has_mosaic():
             raise Unsupported(f"{name}: Mosaic GPU kernels need a Hopper or Blackwell GPU, this is {device_kind()}")
         return mosaic()(*args)

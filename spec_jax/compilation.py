@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .paths import cache_folder
-from .sharding import platform_of
+from .sharding import cuda_is_target
 
 # What one CUDA graph may hold. XLA's defaults lack WHILE and COLLECTIVES: the host would drive the loop.
 _GRAPH = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,DYNAMIC_SLICE_FUSION,WHILE,COLLECTIVES"
@@ -48,14 +48,16 @@ def use_compilation_cache() -> None:
 @cache
 def compiler_options(mesh: Mesh | None) -> dict[str, Any] | None:
     """Options of every program: on NVIDIA GPUs, those that make a burst of rounds one CUDA graph."""
-    if platform_of(mesh) != "gpu":
+    if not cuda_is_target(mesh):
         return None
     sharding = None if mesh is None else NamedSharding(mesh, PartitionSpec())
     nothing = jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding))
     for options in _CHOICES[:-1]:
         try:
             nothing.compile(compiler_options=options)
-        except jax.errors.JaxRuntimeError:
+        except jax.errors.JaxRuntimeError as error:
+            if "INVALID_ARGUMENT" not in str(error):
+                raise
             continue
         return options
     return _CHOICES[-1]

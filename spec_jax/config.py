@@ -142,4 +142,6 @@ class EngineConfig:
         if not self.prefill_chunks or list(self.prefill_chunks) != sorted(set(self.prefill_chunks)):
             raise UserError(f"prefill_chunks is {self.prefill_chunks}: allowed are sizes in ascending order")
         if self.num_kv_tokens is not None and self.num_kv_tokens < (self.page_size or 1):
-            raise UserError(f"num_kv_tokens is {self.num_kv_tokens}: at least one page of {self.page_size} must fit")
+            raise UserError(
+                f"num_kv_tokens is {self.num_kv_tokens}: at least one page of {self.page_size or 1} must fit"
+            )

@@ -257,7 +257,9 @@ def verify(
 
     def run(width: int, cache: PagedCache) -> tuple[PagedCache, Array, TokenLogprobs | None]:
         tokens = _fit(row_tokens, width)
-        positions = jnp.maximum(state.length - 1, 0)[:, None] + jnp.arange(width, dtype=jnp.int32)
+        # A slot that has ended stands at the start: its rows cost nothing, and see something.
+        first = jnp.where(state.active, jnp.maximum(state.length - 1, 0), 0)
+        positions = first[:, None] + jnp.arange(width, dtype=jnp.int32)
         keep = jnp.broadcast_to(state.active[:, None], positions.shape)
         hidden, cache = model(tokens, Rows(positions, state.block_tables, keep), cache)
         logits = model.logits(hidden)

@@ -70,9 +70,7 @@ class Engine:
         prefill_mesh: Mesh | None = None,
     ):
         rules = rules or ShardingRules()
-        for each in (mesh, prefill_mesh):
-            if each is not None:
-                rules.check(each, model_config)
+        mesh, prefill_mesh = (rules.usable(each, model_config) for each in (mesh, prefill_mesh))
         self.config, self.draft = config, draft
         self._vocab_size = model_config.vocab_size
         self.sizes = Sizes(model_config, draft, config, dtype, mesh)
@@ -193,11 +191,21 @@ class Engine:
                 if someone_waits:
                     break
             if request.num_prefilled >= num_tokens:
+                if not self._deliver():
+                    return
                 self._prefilling = None  # first: from here on, whoever ends the request must tell the device
                 with self._all_or_none([request]):
                     self._insert(request)
             if someone_waits:
                 return
+
+    def _deliver(self) -> bool:
+        """Puts a prompt from other devices into the cache. Where someone decodes meanwhile, not before it is here."""
+        if self._prefill_mesh is not None:
+            if self._in_flight is not None and not self._prefill_mesh.has_arrived:
+                return False
+            self._on_device.cache = self._prefill_mesh.deliver(self._on_device.cache)
+        return True
 
     def _prefill_chunk(self, request: Request) -> None:
         text = request.tokens
@@ -207,7 +215,7 @@ class Engine:
         following = filled(text[start + 1 : start + 1 + count], size) if wants_logprobs else None
         here = self._on_device
         if self._prefill_mesh is not None:
-            here.cache, logprobs = self._prefill_mesh.run(here.cache, request.pages, tokens, following, start, count)
+            logprobs = self._prefill_mesh.run(request.pages, tokens, following, start, count)
         else:
             num_pages = self.sizes.page_bucket(start + count)
             here.cache, logprobs = self.programs.prefill(size, num_pages, wants_logprobs)(
@@ -334,6 +342,8 @@ class Engine:
         """Gives back slot and pages. `on_device`: the device does not know yet that the request has ended."""
         if self._prefilling is request:
             self._prefilling = None
+            if self._prefill_mesh is not None:
+                self._prefill_mesh.drop()
         elif on_device and request.slot >= 0:
             self._on_device.state = self.programs.deactivate()(self._on_device.state, np.int32(request.slot))
         self.scheduler.release(request)

@@ -1,7 +1,7 @@
-"""Prompts on a mesh of their own: what a chunk writes there is carried over to the pages of the decode mesh.
+"""Prompts on a mesh of their own: what is written there is carried over to the pages of the decode mesh.
 
-A decode burst then never waits behind a prompt. The chunk's pages go as soon as it is dispatched, so copying one chunk and
-computing the next overlap; the host waits for neither.
+Decoding does not wait for a prompt: a chunk's pages travel as soon as they are computed, and are put into the decode mesh's
+cache only once they have arrived. The host waits for nothing.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,6 +27,12 @@ class PrefillMesh:
         self._decode = decode
         self._cache = create_cache(self.programs.cache)
         self._weights: list[jax.Array] = []
+        self._travelling: list[tuple[PagedCache, np.ndarray]] = []  # pages, and where they belong
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether `deliver` would wait for nothing."""
+        return all(x.is_ready() for moved, _ in self._travelling for x in jax.tree.leaves(moved))
 
     def load(self, weights: Sequence[jax.Array]) -> None:
         """A copy of the weights, as this mesh wants them."""
@@ -41,16 +47,12 @@ class PrefillMesh:
         yield self._decode.put_pages(self._num_moved(size))
 
     def run(
-        self,
-        cache: PagedCache,
-        pages: Sequence[int],
-        tokens: np.ndarray,
-        following: np.ndarray | None,
-        start: int,
-        count: int,
-    ) -> tuple[PagedCache, Any]:
-        """Prefills `tokens[:count]` at `start ..` of a sequence whose pages on the decode mesh are `pages`. Takes the decode
-        mesh's cache and gives it back with the chunk's KV, and the log-probabilities where `following` asks for them."""
+        self, pages: Sequence[int], tokens: np.ndarray, following: np.ndarray | None, start: int, count: int
+    ) -> Any:
+        """Prefills `tokens[:count]` at `start ..` of a sequence whose pages on the decode mesh are `pages`, and sends them.
+
+        Returns the log-probabilities where `following` asks for them.
+        """
         size, page = len(tokens), self.sizes.page_size
         num_pages = self.sizes.page_bucket(start + count)
         local = list(range(1, 1 + self.sizes.max_pages))
@@ -63,7 +65,19 @@ class PrefillMesh:
         n = self._num_moved(size)
         moved = self.programs.take_pages(n)(self._cache, filled(local[touched], n))
         moved = jax.tree.map(lambda x, to: jax.device_put(x, _like(to)), moved, self._decode.cache)
-        return self._decode.put_pages(n)(cache, moved, filled(pages[touched], n)), logprobs
+        self._travelling.append((moved, filled(pages[touched], n)))
+        return logprobs
+
+    def deliver(self, cache: PagedCache) -> PagedCache:
+        """Takes the decode mesh's cache and gives it back with all that was sent."""
+        travelling, self._travelling = self._travelling, []
+        for moved, pages in travelling:
+            cache = self._decode.put_pages(len(pages))(cache, moved, pages)
+        return cache
+
+    def drop(self) -> None:
+        """Forgets what was sent: its pages belong to another by now."""
+        self._travelling = []
 
     def _num_moved(self, size: int) -> int:
         """Pages that a chunk of `size` tokens can touch, wherever it begins."""

@@ -49,7 +49,7 @@ class LLM:
         weights are read.
       tensor_parallel_size: how many of this machine's devices the model is sharded over.
       mesh, rules: or exactly which; `ShardingRules()` puts heads, feed-forward and vocabulary on axis "tp".
-      prefill_mesh: other devices for prompts, with a second copy of the weights; decoding then never waits for a prompt.
+      prefill_mesh: other devices for prompts, with a second copy of the weights; decoding then does not wait for prompts.
 
     Raises:
       UserError: a value cannot be used; the message says what can.
@@ -79,9 +79,12 @@ class LLM:
             raise UserError(f"dtype {dtype!r} is unknown: allowed are {', '.join(DTYPES)}")
         quiet_absent_gpu()
         use_compilation_cache()
-        if mesh is None and tensor_parallel_size != 1:
+        if mesh is not None and tensor_parallel_size != 1:
+            raise UserError(f"tensor_parallel_size is {tensor_parallel_size}, and there is a mesh: give one of them")
+        if tensor_parallel_size != 1:
             mesh = tensor_parallel_mesh(tensor_parallel_size)
         files = open_model(model)
+        mesh = (rules or ShardingRules()).usable(mesh, files.config)
         limit = files.config.max_position
         if max_model_len is not None and max_model_len > limit:
             raise UserError(f"max_model_len is {max_model_len}: this model was trained for at most {limit} tokens")

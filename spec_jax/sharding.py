@@ -37,6 +37,13 @@ class ShardingRules:
     def sharding(self, mesh: Mesh, axes: Axes) -> NamedSharding:
         return NamedSharding(mesh, self.spec(axes))
 
+    def usable(self, mesh: Mesh | None, config: ModelConfig) -> Mesh | None:
+        """The mesh as programs take it: sharding is found by the compiler, whatever its axes said. Raises as `check`."""
+        if mesh is None:
+            return None
+        self.check(mesh, config)
+        return Mesh(mesh.devices, mesh.axis_names)
+
     def check(self, mesh: Mesh, config: ModelConfig) -> None:
         """Raises UserError when the mesh does not divide the model, naming the sizes that do."""
         sizes = {
@@ -60,7 +67,7 @@ class ShardingRules:
 
 def use_mesh(mesh: Mesh | None) -> AbstractContextManager[Any]:
     """Programs traced inside are for this mesh: kernels then see its devices, and split their heads over them."""
-    return nullcontext() if mesh is None else jax.set_mesh(Mesh(mesh.devices, mesh.axis_names))
+    return nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 
 def tensor_parallel_mesh(size: int) -> Mesh:
@@ -81,6 +88,12 @@ def platform_of(mesh: Mesh | None) -> str:
 
 def _listed(values: Sequence[int]) -> str:
     return ", ".join(map(str, values))
+
+
+def cuda_is_target(mesh: Mesh | None) -> bool:
+    """Whether programs for this mesh run on NVIDIA GPUs."""
+    device = (jax.devices() if mesh is None else mesh.devices.flat)[0]
+    return device.platform == "gpu" and "NVIDIA" in device.device_kind
 
 
 def place(value: np.ndarray, axes: Axes, mesh: Mesh | None, rules: ShardingRules) -> jax.Array:

@@ -34,11 +34,11 @@ class Sizes:
         self.max_pages = -(-config.max_model_len // self.page_size)
         self.num_pages = 1 + -(-(config.num_kv_tokens or _default_kv_tokens(config)) // self.page_size)
         with use_mesh(mesh):
-            self.has_mosaic = self._attention_is_mosaic()
+            self.attention_is_mosaic = self._attention_is_mosaic()
 
     def for_one_prompt(self, mesh: Mesh) -> "Sizes":
         """The same on another mesh, with room for one sequence and the same pages."""
-        config = replace(self.config, num_kv_tokens=self.config.max_model_len, page_size=self.page_size)
+        config = replace(self.config, num_kv_tokens=self.max_pages * self.page_size, page_size=self.page_size)
         return Sizes(self.model, self.draft, config, self.dtype, mesh)
 
     def cache(self, mesh: Mesh | None, rules: ShardingRules | None) -> PagedCache:
@@ -75,7 +75,7 @@ class Sizes:
 
     def page_bucket(self, num_tokens: int) -> int:
         """Pages for a context of `num_tokens`, rounded up to one of a few sizes: each size is a program."""
-        if self.has_mosaic:
+        if self.attention_is_mosaic:
             return self.max_pages
         bucket = max(self.config.min_context_bucket, _power_of_two(num_tokens))
         return min(-(-bucket // self.page_size), self.max_pages)

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from spec_jax.compile_check import thunks
+from spec_jax.compile_check.copies import large_copies
+from spec_jax.compile_check.kernels import Kernel, parse_kernels
 from spec_jax.compile_check.report import ProgramReport, Report
 from spec_jax.compile_check.shapes import SHAPES, find_shape
 from spec_jax.compile_check.targets import TARGETS, mesh_of
@@ -117,7 +119,7 @@ HLO = """\
   LINE
 }
 ENTRY %main (p: bf16[64,32]) -> bf16[64,32] {
-  %copy.9 = bf16[64,32]{1,0} copy(%p)
+  %copy.9 = bf16[64,31]{1,0} copy(%p)
 }
 """
 
@@ -127,7 +129,7 @@ ENTRY %main (p: bf16[64,32]) -> bf16[64,32] {
     [
         ("%copy.3 = bf16[64,32]{0,1} copy(%w)", True),
         ("%transpose_copy_fusion = bf16[32,64]{1,0} fusion(%w), kind=kInput, calls=%fused_copy", True),
-        ("%copy-start.1 = u8[10,2,16,64]{3,2,1,0} copy-start(%pages)", True),
+        ("%copy-start.1 = (u8[10,2,16,64]{3,2,1,0}, u8[10,2,16,64]{3,2,1,0}, u32[]) copy-start(%pages)", True),
         ("%all-gather.1 = bf16[64,32]{1,0} all-gather(%share), dimensions={0}", True),
         ("%copy.3 = bf16[64,31]{1,0} copy(%activations)", False),
         ("%copy.3 = f32[64,32]{1,0} copy(%other_dtype)", False),
@@ -136,7 +138,7 @@ ENTRY %main (p: bf16[64,32]) -> bf16[64,32] {
 )
 def test_copies_of_weights_and_cache_are_found_and_nothing_else(line, is_found):
     protected = {("bf16", (64, 32)), ("u8", (10, 2, 16, 64))}
-    found = thunks.large_copies(HLO.replace("LINE", line), protected)
+    found = large_copies(HLO.replace("LINE", line), protected)
     assert bool(found) is is_found
     assert all(line.split(" ")[0].lstrip("%") in text for text in found)
 
@@ -153,28 +155,27 @@ LOWERING = "Resources(smem_scratch_bytes=4096, x=0)\nResources(smem_scratch_byte
 
 
 def test_what_the_assembler_says_of_kernels():
-    assert thunks.parse_kernels(LOWERING, ASSEMBLER) == [
-        thunks.Kernel("write_kv", 23, 0, 4096),
-        thunks.Kernel("paged_attention", 255, 72, 114_688),
+    assert parse_kernels(LOWERING, ASSEMBLER) == [
+        Kernel("write_kv", 23, 0, 4096),
+        Kernel("paged_attention", 255, 72, 114_688),
     ]
 
 
 GOOD = ProgramReport(
     name="burst", compile_s=1.0, command_buffers=1, loop_in_command_buffer=True, thunks_outside={"kCopy": 2},
     host_transfers=0, launches_per_round=9, collectives_per_round={}, collectives_when_sampling={},
-    copies_of_weights_or_cache=[], argument_bytes=20, aliased_bytes=10, temporary_bytes=5,
-    kernels=[thunks.Kernel("paged_attention", 200, 0, 100)],
+    copies_of_weights_or_cache=[], aliased_bytes=10, temporary_bytes=5,
+    kernels=[Kernel("paged_attention", 200, 0, 100)],
 )  # fmt: skip
 
 
 def report(program: ProgramReport, **changes) -> Report:
-    return Report(
-        **{
-            "model": "m", "target": "h200", "devices": 1, "kv_cache_dtype": "fp8", "num_draft_tokens": 5, "max_num_seqs": 8,
-            "max_model_len": 100, "attention": "Mosaic", "memory_bytes": 100, "weight_bytes": 50, "cache_bytes": 10,
-            "state_bytes": 1, "num_kv_tokens": 10, "kv_tokens_that_fit": 20, "programs": [program], "rounds": [], **changes,
-        }
+    usual = Report(
+        model="m", target="h200", devices=1, kv_cache_dtype="fp8", num_draft_tokens=5, max_num_seqs=8, max_model_len=100,
+        attention="Mosaic", memory_bytes=100, usable_bytes=92, weight_bytes=50, cache_bytes=10, state_bytes=1,
+        num_kv_tokens=10, kv_tokens_that_fit=20, programs=[program], rounds=[],
     )  # fmt: skip
+    return replace(usual, **changes)
 
 
 def test_a_good_report_has_no_faults():
@@ -191,12 +192,13 @@ def test_a_good_report_has_no_faults():
         ({"thunks_outside": {"kCopy": 1, "kWhile": 1}}, "outside the command buffer: 1 kWhile"),
         ({"host_transfers": 2}, "2 transfers to or from the host"),
         ({"copies_of_weights_or_cache": ["copy.1"]}, "copies of weights or cache: copy.1"),
+        ({"temporary_bytes": 2e9}, "temporaries for 10 bytes of cache: is it copied?"),
         ({"aliased_bytes": 9}, "only 9 of 10 bytes of cache are updated in place"),
-        ({"kernels": [thunks.Kernel("write_kv", 9, 8, 0)]}, "write_kv spills 8 bytes"),
+        ({"kernels": [Kernel("write_kv", 9, 8, 0)]}, "write_kv spills 8 bytes"),
     ],
 )
 def test_every_fault_is_said(changes, said):
-    found = report(replace(GOOD, **changes))
+    found = report(replace(GOOD, **changes), usable_bytes=1e12)
     assert len(found.faults) == 1
     assert said in found.faults[0]
     assert found.lines()[-1] == "ok: no"

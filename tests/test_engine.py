@@ -1,8 +1,10 @@
 """Continuous batching on a tiny model: the same text for any drafts, batch and moment of arrival; nothing leaks."""
 
 import itertools
+from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -11,10 +13,12 @@ from hypothesis import strategies as st
 from spec_jax.config import DraftConfig, EngineConfig
 from spec_jax.engine import Engine
 from spec_jax.errors import UserError
+from spec_jax.models.decoder import Decoder
+from spec_jax.models.layers import random_weights
 from spec_jax.params import SamplingParams
 from spec_jax.request import Request
 from spec_jax.tokenizer import Tokenizer
-from tests.conftest import byte_tokenizer
+from tests.conftest import TINY, byte_tokenizer
 from tests.reference import ReferenceModel
 
 TOKENIZER = Tokenizer(byte_tokenizer())
@@ -273,3 +277,16 @@ def test_an_interrupt_ends_all_who_lost_tokens_and_nobody_else(engines, monkeypa
     assert all(r.output == expected or r.finish_reason == "abort" for r in requests)
     assert sum(r.output == expected for r in requests) >= 2
     assert_empty(engine)
+
+
+def test_with_a_window_a_long_text_that_ended_leaves_a_short_one_beside_it_alone():
+    """Behind the ended text's window there is nothing in the tables of the short one's bursts."""
+    decoder = Decoder(random_weights(seed=1, dtype=jnp.float32), replace(TINY, sliding_window=16))
+    texts = []
+    for company in ([], [list(range(3, 103))]):
+        engine = make_engine(decoder, slots=2)
+        others = [make_request(engine, prompt, max_tokens=2) for prompt in company]
+        short = make_request(engine, PROMPTS[2], max_tokens=40)
+        texts.append(finish(engine, [*others, short])[-1])
+    assert texts[0] == texts[1]
+    assert len(texts[0]) == 40

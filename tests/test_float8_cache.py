@@ -97,7 +97,7 @@ def test_calibrated_scales_are_honoured_under_each_of_their_names(folder, tiny_d
         np.testing.assert_array_equal(np.unique(v.scales[2]), np.float32(V_SCALES[layer]))
 
 
-@pytest.mark.parametrize("params", [{}, {"temperature": 0.8}])
+@pytest.mark.parametrize("params", [{}, pytest.param({"temperature": 0.8}, marks=pytest.mark.slow)])
 def test_drafts_change_no_text(tiny_decoder, params):
     texts, accepted = [], 0
     for k in (0, 3):

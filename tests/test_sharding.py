@@ -13,6 +13,7 @@ from spec_jax.cache import abstract_cache, create_cache
 from spec_jax.config import DraftConfig, EngineConfig
 from spec_jax.engine import Engine
 from spec_jax.errors import UserError
+from spec_jax.handoff import PrefillMesh
 from spec_jax.models.decoder import Decoder, Rows
 from spec_jax.models.layers import random_weights
 from spec_jax.sharding import ShardingRules, place
@@ -26,8 +27,13 @@ RULES = ShardingRules()
 
 
 def mesh_of(size: int, first: int = 0) -> jax.sharding.Mesh:
-    devices = jax.devices()[first : first + size]
-    return jax.make_mesh((size,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,), devices=devices)
+    """As the compiler takes it."""
+    return jax.sharding.Mesh(np.array(jax.devices()[first : first + size]), ("tp",))
+
+
+def explicit(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
+    """As `jax.make_mesh` makes it where nothing else is said."""
+    return jax.make_mesh(mesh.devices.shape, mesh.axis_names, devices=list(mesh.devices.flat))
 
 
 def sharded(mesh) -> Decoder:
@@ -113,7 +119,9 @@ def test_the_whole_engine_gives_the_same_text_on_a_mesh(asked):
     assert outputs[0] == outputs[1]
 
 
-@pytest.mark.parametrize(("prefill", "decode", "kv_cache_dtype"), [(2, 4, "auto"), (4, 0, "fp8")])
+@pytest.mark.parametrize(
+    ("prefill", "decode", "kv_cache_dtype"), [(2, 4, "auto"), pytest.param(4, 0, "fp8", marks=pytest.mark.slow)]
+)
 def test_prefill_on_other_devices_gives_the_same_text(prefill, decode, kv_cache_dtype):
     """Prompts longer than a chunk and than a page, on meshes that share no device and are split differently."""
     config = EngineConfig(
@@ -123,11 +131,60 @@ def test_prefill_on_other_devices_gives_the_same_text(prefill, decode, kv_cache_
     prompts = [list(range(3, 3 + n)) for n in (50, 1, 2, 25)]
     outputs = []
     for meshes in ((None, None), (mesh_of(decode) if decode else None, mesh_of(prefill, first=4))):
-        engine = Engine(WIDE, DraftConfig(num_tokens=3), config, "float32", meshes[0], RULES, meshes[1])
+        given = [mesh and explicit(mesh) for mesh in meshes]
+        engine = Engine(WIDE, DraftConfig(num_tokens=3), config, "float32", given[0], RULES, given[1])
         engine.load(sharded(meshes[0]))
         requests = [make_request(engine, p, seed=4, prompt_logprobs=1) for p in prompts]
         outputs.append((finish(engine, requests), [len(r.prompt_logprobs) for r in requests]))
     assert outputs[0] == outputs[1]
+
+
+def test_decoding_goes_on_while_a_prompt_is_on_its_way(monkeypatch):
+    config = EngineConfig(
+        max_model_len=96, max_num_seqs=2, page_size=8, prefill_chunks=(16,), min_context_bucket=96, rounds_per_burst=2
+    )
+    engine = Engine(WIDE, DraftConfig(num_tokens=0), config, "float32", None, RULES, mesh_of(2, first=4))
+    engine.load(sharded(None))
+    expected = [
+        finish(engine, [make_request(engine, p, max_tokens=n)])[0] for p, n in ((PROMPTS[0], 60), (PROMPTS[3], 8))
+    ]
+
+    first, second = make_request(engine, PROMPTS[0], max_tokens=60), make_request(engine, PROMPTS[3], max_tokens=8)
+    engine.add(first)
+    while first.num_committed < 4:
+        engine.step()
+    is_here = False
+    monkeypatch.setattr(PrefillMesh, "has_arrived", property(lambda self: is_here))
+    engine.add(second)
+    before = first.num_committed
+    for _ in range(6):
+        engine.step()
+    assert first.num_committed >= before + 8  # two a burst
+    assert second.num_committed == 0
+    is_here = True
+    while engine.has_work:
+        engine.step()
+    assert [first.output, second.output] == expected
+
+
+def test_a_prompt_that_is_given_up_on_its_way_leaves_others_alone(monkeypatch):
+    config = EngineConfig(
+        max_model_len=96, max_num_seqs=2, num_kv_tokens=96, page_size=8, prefill_chunks=(16,), min_context_bucket=96,
+        rounds_per_burst=2,
+    )  # fmt: skip
+    engine = Engine(WIDE, DraftConfig(num_tokens=0), config, "float32", None, RULES, mesh_of(2, first=4))
+    engine.load(sharded(None))
+    [expected] = finish(engine, [make_request(engine, PROMPTS[4], max_tokens=20)])
+    is_here = False
+    monkeypatch.setattr(PrefillMesh, "has_arrived", property(lambda self: is_here))
+    first, given_up = make_request(engine, PROMPTS[0], max_tokens=24), make_request(engine, PROMPTS[3], max_tokens=8)
+    for request in (first, given_up):
+        engine.add(request)
+    for _ in range(4):
+        engine.step()
+    engine.abort(given_up)  # its pages go to the next one
+    is_here = True
+    assert finish(engine, [make_request(engine, PROMPTS[4], max_tokens=20)]) == [expected]
 
 
 def test_a_mesh_that_does_not_divide_the_heads_names_the_sizes_that_do():

@@ -26,7 +26,8 @@ def paged_attention(
     sliding window only those with `positions[b, t] - s < sliding_window`. Position `s` lies in page
     `block_tables[b, s // page]` at offset `s % page`. Query heads `g * H // K .. (g + 1) * H // K - 1` share KV head `g`.
 
-    What a row does not see has weight 0, so pages must hold finite numbers everywhere, as fresh ones do.
+    What a row does not see has weight 0, so pages must hold finite numbers everywhere, as fresh ones do. A row that sees
+    nothing at all gives some finite numbers.
 
     Args:
       q: queries, already rotated, [B, T, H, hd].

@@ -7,11 +7,11 @@ The shares are joined afterwards, in XLA (flash-decoding, arXiv 2311.01282).
 
 The four warps split the positions of a tile for the scores and the channels for the output, so every key and value is read
 from shared memory, and converted, by one warp only. That matters for float8: a 16-bit word of shared memory holds two
-neighbouring channels, and `ldmatrix` puts words where an MMA wants its operand. A few bit operations make a float16 of the
-lower byte, a few of the upper one, exactly and without leaving the register: float16 has one exponent bit more, so the
-numbers are 2**-8 of the float8 ones. Even and odd channels are then two products, and nothing is staged through memory.
-Queries and weights are float16 there: queries must be below 65,504, values below 1.1e5 (larger ones are cut); those below
-1e-4 lose precision.
+neighbouring channels, and `ldmatrix` puts words where an MMA wants its operand. A few bit operations make a wider number of
+the lower byte, a few of the upper one, exactly and without leaving the register: float16 has one exponent bit more, so that
+the numbers are 2**-8 of the float8 ones. Even and odd channels are then two products, and nothing is staged through memory.
+Weights are float16 there as well. They include the scales of the values, measured against one of the share's own, so that
+small values keep their precision; a scale of more than 2,000 times that one is cut. Queries must be below 65,504.
 """
 
 import math
@@ -24,15 +24,16 @@ from jax import lax
 from ..dispatch import Unsupported, num_cores
 from ..pages import Pages
 from ..pallas import compiler_params, pl, plgpu, swizzled
+from .xla import MASKED
 
 Array = jax.Array
 
 TILE = 64  # positions
 MAX_ROWS = 64  # more would not fit the registers
-_MASKED = -1e30  # finite: a row that sees nothing in its share must not become NaN
 _SHARED_BYTES = 226 * 1024  # of a multiprocessor, Hopper and Blackwell alike; two blocks shall fit
 _SCRATCH_BYTES = 5 * 1024  # barriers, and what reductions over warps need
-_UNIT = 256.0  # float8 read as float16 is this much too small
+_UNIT = 2.0**8  # float8 read as float16 is this much too small
+_WEIGHT_UNIT = 2.0**5  # of weights: small ones stay normal numbers, and scales may grow
 _FLOAT16_MAX = 65_504.0
 
 
@@ -85,8 +86,10 @@ def attend(
     N = block_tables.shape[1]
     G = H // K
     is_float8 = k.scales is not None
-    if not is_float8 and (q.dtype != jnp.bfloat16 or k.values.dtype != jnp.bfloat16):
-        raise Unsupported(f"queries in {q.dtype} and a cache in {k.values.dtype}: bfloat16 or a float8 cache is needed")
+    if q.dtype != jnp.bfloat16 or (not is_float8 and k.values.dtype != jnp.bfloat16):
+        raise Unsupported(
+            f"queries are {q.dtype}, the cache is {k.values.dtype}: bfloat16 is needed, or a float8 cache"
+        )
     plan = _plan(B, T, K, G, hd, page, N * page, is_float8)
     R, Q = plan.rows, plan.num_row_tiles
 
@@ -112,8 +115,8 @@ def attend(
 
     # [B, K, Q, splits, parts, R, width] -> [B, T, H, hd]
     weight = jnp.exp2(top - jnp.max(top, axis=3, keepdims=True))  # [B, K, Q, splits, R]
+    weight = weight / jnp.maximum(jnp.sum(total * weight, axis=3, keepdims=True), 1e-30)  # 0 where nothing is seen
     out = jnp.sum(out * weight[:, :, :, :, None, :, None], axis=3)
-    out = out / jnp.sum(total * weight, axis=3)[:, :, :, None, :, None]
     out = out.transpose(0, 1, 2, 4, 5, 3).reshape(B, K, Q * R, hd)[:, :, : T * G]
     return out.astype(q.dtype).reshape(B, K, T, G, hd).transpose(0, 2, 1, 3, 4).reshape(B, T, H, hd)
 
@@ -130,8 +133,8 @@ def _kernel(plan: _Plan, B: int, K: int, N: int, page: int, is_float8: bool, to_
     R, S, W, parts, stages = plan.rows, plan.num_splits, plan.width, plan.parts, plan.stages
     mma_dtype = jnp.float16 if is_float8 else jnp.bfloat16
     stored = jnp.uint16 if is_float8 else jnp.bfloat16
-    acc = plgpu.Layout.MMA_ACC(mma_dtype, m_warps=plan.m_warps)
-    lhs = plgpu.Layout.MMA_LHS(mma_dtype, m_warps=plan.m_warps)
+    acc = plgpu.Layout.MMA_ACC(stored, m_warps=plan.m_warps)
+    lhs = plgpu.Layout.MMA_LHS(stored, m_warps=plan.m_warps)
     rhs = plgpu.Layout.MMA_RHS(stored, m_warps=plan.m_warps)
     chunk = min(page, TILE)  # positions of one copy
     copies, tiles_per_page = TILE // chunk, page // chunk
@@ -144,6 +147,7 @@ def _kernel(plan: _Plan, B: int, K: int, N: int, page: int, is_float8: bool, to_
         return plgpu.layout_cast(lax.broadcast_in_dim(x, (R, width), (axis,)), acc)
 
     def operands(words: Array) -> list[Array]:
+        """What an MMA takes, from a tile as it is stored: even and odd channels of a float8 one."""
         if not is_float8:
             return [words]
         low = ((words & 0x0080) << 8) | ((words & 0x007F) << 7)
@@ -184,6 +188,9 @@ def _kernel(plan: _Plan, B: int, K: int, N: int, page: int, is_float8: bool, to_
                 fetch(first + i, pages_of(first + i))
 
         stands = plgpu.load(stands_ref.at[b, tile_of_rows], layout=acc.reduce(1), optimized=False)
+        if is_float8:  # some scale of this share's values: those of the others are measured against it
+            usual = plgpu.load(refs[3].at[pages_of(first)[0], h], layout=acc.reduce(0), optimized=False)
+            usual_scale = jnp.maximum(jnp.max(usual), 1e-30)
         plgpu.barrier_wait(q_ready)
 
         def load_queries():
@@ -211,7 +218,7 @@ def _kernel(plan: _Plan, B: int, K: int, N: int, page: int, is_float8: bool, to_
                 seen = seen & (at > spread(stands, 0, TILE) - window)
             if N * page % TILE:
                 seen = seen & (at < N * page)
-            scores = jnp.where(seen, scores, _MASKED)
+            scores = jnp.where(seen, scores, MASKED)
 
             new_top = jnp.maximum(top, jnp.max(scores, axis=1))
             fade = jnp.exp2(top - new_top)
@@ -219,7 +226,7 @@ def _kernel(plan: _Plan, B: int, K: int, N: int, page: int, is_float8: bool, to_
             total = total * spread(fade, 0, TILE) + weights  # summed over the columns at the end: no barrier here
             if is_float8:
                 v_scale = plgpu.load(scales[1].at[slot], layout=acc.reduce(0), optimized=False)
-                weights = weights * spread(jnp.minimum(v_scale * _UNIT, _FLOAT16_MAX), 1, TILE)
+                weights = jnp.minimum(weights * spread(v_scale * (_WEIGHT_UNIT / usual_scale), 1, TILE), _FLOAT16_MAX)
             p_smem[...] = weights.astype(mma_dtype)
             plgpu.commit_smem()  # behind it, no warp reads the tile before this one any more: its buffers are free
 
@@ -233,12 +240,12 @@ def _kernel(plan: _Plan, B: int, K: int, N: int, page: int, is_float8: bool, to_
             sums = tuple(plgpu.mma(x * spread(fade, 0, W), left, value) for x, value in zip(sums, values, strict=True))
             return sums, new_top, total, pages
 
-        top = plgpu.layout_cast(jnp.full((R,), _MASKED, jnp.float32), acc.reduce(1))
+        top = plgpu.layout_cast(jnp.full((R,), MASKED, jnp.float32), acc.reduce(1))
         start = (tuple(zeros(R, W) for _ in range(parts)), top, zeros(R, TILE), pages_of(first + stages - 1))
         sums, top, total, _ = lax.fori_loop(first, last, step, start)
         place = (b, h, tile_of_rows, share)
         for p in range(parts):
-            out_ref.at[(*place, p)][...] = sums[p]
+            out_ref.at[(*place, p)][...] = sums[p] * (usual_scale * (_UNIT / _WEIGHT_UNIT)) if is_float8 else sums[p]
         top_ref.at[place][...] = top
         total_ref.at[place][...] = jnp.sum(total, axis=1)
 

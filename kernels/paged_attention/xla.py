@@ -7,6 +7,8 @@ from ..pages import Pages, float8_values
 
 Array = jax.Array
 
+MASKED = -1e30
+
 
 def attend(
     q: Array, k: Pages, v: Pages, block_tables: Array, positions: Array, scale: float, sliding_window: int | None
@@ -26,7 +28,8 @@ def attend(
     seen = jnp.arange(S, dtype=jnp.int32)[None, None, :] <= positions[:, :, None]  # [B, T, S]
     if sliding_window is not None:
         seen &= jnp.arange(S, dtype=jnp.int32)[None, None, :] > positions[:, :, None] - sliding_window
-    scores = jnp.where(seen[:, None, None], scores.reshape(B, K, G, T, S), -jnp.inf).reshape(B, K, G * T, S)
+    # A finite number: a row that sees nothing, as behind a prompt's end with a window, must not become NaN.
+    scores = jnp.where(seen[:, None, None], scores.reshape(B, K, G, T, S), MASKED).reshape(B, K, G * T, S)
 
     weights = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
     total = jnp.sum(weights, axis=-1, keepdims=True)

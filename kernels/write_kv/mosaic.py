@@ -34,11 +34,11 @@ def scatter(
     given = [is_float8 and scale is not None for scale in (k_scale, v_scale)]
     static = [jnp.float32(1.0 if scale is None else scale).reshape(1) for scale in (k_scale, v_scale)]
 
-    def write_kv(k_ref, v_ref, where_ref, k_scale_ref, v_scale_ref, *pages):
+    def write_kv(rows_ref, where_ref, k_scale_ref, v_scale_ref, *pages):
         i, h = lax.axis_index("row"), lax.axis_index("head")
         page, at = where_ref[i, 0], where_ref[i, 1]
-        for j, rows in enumerate((k_ref, v_ref)):
-            x = plgpu.load(rows.at[i, h], layout=row, optimized=False)
+        for j in range(2):
+            x = plgpu.load(rows_ref.at[i, j, h], layout=row, optimized=False)
             if not is_float8:
                 pages[j].at[page, h, at][...] = x.astype(pages[j].dtype)
                 continue
@@ -53,10 +53,11 @@ def scatter(
             values.at[page, h, at][...] = lax.bitcast_convert_type(x, jnp.uint8)
             scales[page, h, at] = scale
 
+    rows = jnp.stack([k, v], axis=2).reshape(B * T, 2, K, hd)  # XLA computes both in one launch
     where = jnp.stack([index.reshape(-1), offset.reshape(-1)], axis=1)
     arrays, tree = jax.tree.flatten((k_pages, v_pages))
     refs = [jax.new_ref(array) for array in arrays]
     plgpu.kernel(
-        write_kv, grid=(B * T, K), grid_names=("row", "head"), compiler_params=compiler_params(),
-    )(k.reshape(B * T, K, hd), v.reshape(B * T, K, hd), where, *static, *refs)  # fmt: skip
+        write_kv, grid=(K, B * T), grid_names=("head", "row"), compiler_params=compiler_params(),
+    )(rows, where, *static, *refs)  # fmt: skip
     return jax.tree.unflatten(tree, [jax.freeze(ref) for ref in refs])

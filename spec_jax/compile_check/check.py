@@ -20,6 +20,8 @@ from ..programs import Program, Programs
 from ..sharding import ShardingRules
 from ..sizes import Sizes
 from . import thunks
+from .copies import large_copies
+from .kernels import parse_kernels
 from .report import ProgramReport, Report, Roofline
 from .shapes import find_shape
 from .targets import Target, find_target, mesh_of
@@ -58,6 +60,10 @@ def compile_check(
     """
     machine = find_target(target)
     config = find_shape(model)
+    if max_model_len is not None and max_model_len > config.max_position:
+        raise UserError(
+            f"max_model_len is {max_model_len}: this model was trained for at most {config.max_position} tokens"
+        )
     if num_layers is not None:
         if not 1 <= num_layers <= config.num_layers:
             raise UserError(f"num_layers is {num_layers}: allowed are 1 to {config.num_layers}")
@@ -98,8 +104,9 @@ def compile_check(
         num_draft_tokens=drafter.num_tokens,
         max_num_seqs=max_num_seqs,
         max_model_len=engine_config.max_model_len,
-        attention="Mosaic" if sizes.has_mosaic else "XLA",
+        attention="Mosaic" if sizes.attention_is_mosaic else "XLA",
         memory_bytes=machine.memory_bytes,
+        usable_bytes=(1 - _RESERVED) * machine.memory_bytes,
         weight_bytes=weight_bytes,
         cache_bytes=_local_bytes(programs.cache),
         state_bytes=state_bytes,
@@ -125,7 +132,8 @@ def _compile(name: str, programs: Programs, lower: Any) -> ProgramReport:
     always, sometimes = thunks.round_thunks(tree)
     memory: Any = compiled.memory_analysis()
     arrays = jax.tree.leaves((programs.weights, programs.cache))
-    protected = {(_hlo_dtype(x), shard) for x in arrays if len(shard := x.sharding.shard_shape(x.shape)) > 1}
+    shapes = [(x, shape) for x in arrays for shape in (x.shape, x.sharding.shard_shape(x.shape)) if len(shape) > 1]
+    protected = {(_hlo_dtype(x), shape) for x, shape in shapes}
     return ProgramReport(
         name=name,
         compile_s=time.perf_counter() - started,
@@ -136,11 +144,10 @@ def _compile(name: str, programs: Programs, lower: Any) -> ProgramReport:
         launches_per_round=thunks.num_launches(always),
         collectives_per_round=dict(thunks.collectives(always)),
         collectives_when_sampling=dict(thunks.collectives(sometimes)),
-        copies_of_weights_or_cache=thunks.large_copies(hlo, protected),
-        argument_bytes=memory.argument_size_in_bytes,
+        copies_of_weights_or_cache=large_copies(hlo, protected),
         aliased_bytes=memory.alias_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,
-        kernels=thunks.parse_kernels(lowering(), assembler()),
+        kernels=parse_kernels(lowering(), assembler()),
     )
 
 

@@ -3,7 +3,9 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .thunks import Kernel
+from .kernels import Kernel
+
+_OWN_TEMPORARIES = 1e9  # scores of all rows over the vocabulary, some times over
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,6 @@ class ProgramReport:
     collectives_per_round: dict[str, int]
     collectives_when_sampling: dict[str, int]
     copies_of_weights_or_cache: list[str]
-    argument_bytes: int
     aliased_bytes: int
     temporary_bytes: int
     kernels: list[Kernel]
@@ -37,6 +38,8 @@ class ProgramReport:
             found.append(f"{self.host_transfers} transfers to or from the host")
         if self.copies_of_weights_or_cache:
             found.append(f"copies of weights or cache: {'; '.join(self.copies_of_weights_or_cache[:3])}")
+        if self.temporary_bytes > cache_bytes / 2 + _OWN_TEMPORARIES:
+            found.append(f"{self.temporary_bytes} bytes of temporaries for {cache_bytes} bytes of cache: is it copied?")
         if self.aliased_bytes < cache_bytes:
             found.append(f"only {self.aliased_bytes} of {cache_bytes} bytes of cache are updated in place")
         found += [f"{k.name} spills {k.spilled_bytes} bytes" for k in self.kernels if k.spilled_bytes]
@@ -66,6 +69,7 @@ class Report:
     max_model_len: int
     attention: str
     memory_bytes: float
+    usable_bytes: float
     weight_bytes: int
     cache_bytes: int
     state_bytes: int
@@ -81,9 +85,10 @@ class Report:
     @property
     def faults(self) -> list[str]:
         found = [fault for program in self.programs for fault in program.faults(self.cache_bytes)]
-        if self.used_bytes > self.memory_bytes:
+        if self.used_bytes > self.usable_bytes:
             found.append(
-                f"{self.used_bytes / 1e9:.1f} GB per device are needed, {self.memory_bytes / 1e9:.0f} GB are there"
+                f"{self.used_bytes / 1e9:.1f} GB per device are needed, of {self.memory_bytes / 1e9:.0f} GB "
+                f"{self.usable_bytes / 1e9:.1f} GB can be used"
             )
         return found
 

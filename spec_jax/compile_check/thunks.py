@@ -1,4 +1,4 @@
-"""What a compiled GPU program does, read from XLA's own dumps: its thunks, its optimized HLO, its kernels' resources.
+"""What a compiled GPU program does at run time, read from XLA's dump of its thunks.
 
 A thunk is one thing that the runtime does: a kernel, a copy, a collective, a loop. A command buffer is a CUDA graph; a loop
 inside it runs on the device alone, a loop outside it is driven by the host, which then waits for its condition every round.
@@ -102,71 +102,3 @@ def num_launches(thunks: list[Thunk]) -> int:
     """Nodes of a graph that do something on the device."""
     structure = ("kCommandBuffer", "kSequential", "kAsyncStart", "kAsyncDone", "kConditional", "kPartitionId")
     return sum(thunk.kind not in structure for thunk in thunks)
-
-
-_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = (\w+)\[([\d,]*)\]\S* ([\w-]+)\(")
-_FUSION = re.compile(r"calls=%?([\w.-]+)")
-_ITEM_BYTES = {"pred": 1, "s8": 1, "u8": 1, "f8e4m3fn": 1, "bf16": 2, "f16": 2, "u16": 2, "s16": 2}
-
-
-def large_copies(hlo: str, protected_shapes: set[tuple[str, tuple[int, ...]]]) -> list[str]:
-    """Instructions of the optimized HLO, outside the entry computation, whose result is a plain copy of an array of a
-    protected dtype and shape (up to the order of its axes): of a weight, or of cache pages."""
-    found = []
-    protected = {(dtype, tuple(sorted(shape))) for dtype, shape in protected_shapes}
-    for name, body in _computations(hlo):
-        if name.startswith("ENTRY"):
-            continue
-        for line in body:
-            match = _INSTRUCTION.match(line)
-            if match is None:
-                continue
-            what, dtype, dims, opcode = match.groups()
-            is_copy = opcode in ("copy", "copy-start", "transpose", "all-gather") or (
-                opcode == "fusion" and re.match(r"(wrapped_)?(copy|transpose)", what)
-            )
-            shape = tuple(sorted(int(n) for n in dims.split(",") if n))
-            if is_copy and (dtype, shape) in protected and "fused" not in name:
-                found.append(f"{what}: {dtype}[{dims}] {opcode} in {name}")
-    return found
-
-
-def _computations(hlo: str) -> Iterator[tuple[str, list[str]]]:
-    name = ""
-    body: list[str] = []
-    for line in hlo.splitlines():
-        if line.startswith(("%", "ENTRY")) and line.rstrip().endswith("{"):
-            name, body = line.split(" (")[0], []
-        elif line.startswith("}"):
-            yield name, body
-        else:
-            body.append(line[:400])
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """What the assembler says of one Mosaic kernel."""
-
-    name: str
-    registers: int
-    spilled_bytes: int
-    shared_bytes: int
-
-
-_LOWERED_FIRST = ("write_kv", "paged_attention")  # a layer writes before it reads
-
-
-def parse_kernels(lowering: str, assembler: str) -> list[Kernel]:
-    """From what MOSAIC_GPU_DUMP_RESOURCES prints while a program is lowered, without names but in the program's order, and
-    MOSAIC_GPU_DUMP_PTXAS while it is compiled, in any order."""
-    found = re.findall(
-        r"entry function '(\w+?)(?:_mosaic_gpu_kernel)?' for.*?"
-        r"(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers",
-        assembler, re.DOTALL,
-    )  # fmt: skip
-    found = sorted(set(found), key=lambda kernel: _LOWERED_FIRST.index(kernel[0]))
-    shared = re.findall(r"smem_scratch_bytes=(\d+)", lowering)
-    return [
-        Kernel(name, int(registers), int(stores) + int(loads), int(num_bytes))
-        for (name, stores, loads, registers), num_bytes in zip(found, shared, strict=True)
-    ]
