@@ -31,7 +31,8 @@ class HuggingFaceModel:
                 raise UserError(f"{path} is truncated or is no safetensors file ({error}); fetch it again") from None
             for name in file.keys():  # noqa: SIM118  (a safetensors handle is no mapping)
                 self._files[name] = file
-        self.config = replace(self.config, has_kv_scales=self.kv_scale(0, "k") is not None)
+        has_kv_scales = any(name.endswith((".k_scale", ".v_scale", ".kv_scale")) for name in self._files)
+        self.config = replace(self.config, has_kv_scales=has_kv_scales)
 
     def kv_scale(self, layer: int, kind: str) -> np.ndarray | None:
         """The calibrated scale of "k" or "v" for a float8 cache, under any of the names in use; None where there is none."""

@@ -29,7 +29,7 @@ class ModelFiles:
     reader: TensorReader
 
     def without_kv_scales(self) -> "ModelFiles":
-        """For a cache that is not float8: scales that a checkpoint has for it are not even read."""
+        """For a cache that is not float8: scales that a checkpoint has for it are not loaded."""
         return replace(self, config=replace(self.config, has_kv_scales=False))
 
     def load(self, *, dtype: str = "bfloat16", mesh: Mesh | None = None, rules: ShardingRules | None = None) -> Decoder:

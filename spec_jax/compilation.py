@@ -29,7 +29,7 @@ _CHOICES: tuple[dict[str, Any], ...] = (
 def quiet_absent_gpu() -> None:
     """The compiler that `compile-check` needs is JAX's plugin for CUDA. Where there is no GPU, JAX would log at length that
     it cannot be started."""
-    if not Path("/dev/nvidiactl").exists():
+    if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg")):
         logging.getLogger("jax._src.xla_bridge").addFilter(_is_not_about_cuda)
 
 

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from spec_jax.compile_check import thunks
+from spec_jax.compile_check.check import find_shape
 from spec_jax.compile_check.copies import large_copies
 from spec_jax.compile_check.kernels import Kernel, parse_kernels
 from spec_jax.compile_check.report import ProgramReport, Report
-from spec_jax.compile_check.shapes import SHAPES, find_shape
 from spec_jax.compile_check.targets import TARGETS, mesh_of
 from spec_jax.errors import UserError
+from spec_jax.shapes import SHAPES
 
 FIXTURES = Path(__file__).parent / "fixtures"
 needs_compiler = pytest.mark.skipif(

@@ -29,7 +29,11 @@ def test_the_readme_shows_both_ways_of_use():
 
 
 @pytest.mark.parametrize(
-    "command", [pytest.param(c, marks=pytest.mark.slow) if c.startswith("spec-jax verify") else c for c in COMMANDS]
+    "command",
+    [
+        pytest.param(c, marks=pytest.mark.slow) if c.startswith(("spec-jax verify", "spec-jax compile-check")) else c
+        for c in COMMANDS
+    ],
 )
 def test_a_command_runs_and_prints_what_the_readme_shows(command, tmp_path):
     dataset = tmp_path / "questions.jsonl"

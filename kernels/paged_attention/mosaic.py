@@ -1,16 +1,16 @@
 """Paged attention as a Mosaic GPU kernel (Pallas) for Hopper and Blackwell: flash-decoding over pages.
 
 A thread block of one warpgroup takes one KV head of one sequence, up to 64 query rows of it (query heads that share the KV
-head stand together as rows of one MMA tile) and one share of the context. It streams tiles of `TILE` positions through
+head stand together as rows of one MMA tile) and one split of the context. It streams tiles of `TILE` positions through
 `stages` buffers that TMA fills from the pages that the block table names, and keeps a running softmax (arXiv 2205.14135).
-The shares are joined afterwards, in XLA (flash-decoding, arXiv 2311.01282).
+The splits are joined afterwards, in XLA (flash-decoding, arXiv 2311.01282).
 
 The four warps split the positions of a tile for the scores and the channels for the output, so every key and value is read
 from shared memory, and converted, by one warp only. That matters for float8: a 16-bit word of shared memory holds two
 neighbouring channels, and `ldmatrix` puts words where an MMA wants its operand. A few bit operations make a wider number of
 the lower byte, a few of the upper one, exactly and without leaving the register: float16 has one exponent bit more, so that
 the numbers are 2**-8 of the float8 ones. Even and odd channels are then two products, and nothing is staged through memory.
-Weights are float16 there as well. They include the scales of the values, measured against one of the share's own, so that
+Weights are float16 there as well. They include the scales of the values, measured against one of the split's own, so that
 small values keep their precision; a scale of more than 2,000 times that one is cut. Queries must be below 65,504.
 """
 
@@ -69,7 +69,7 @@ def _plan(B: int, T: int, K: int, G: int, hd: int, page: int, max_context: int, 
     num_row_tiles = -(-T * G // max_rows)
     unit = 16 * m_warps
     rows = -(-T * G // num_row_tiles // unit) * unit
-    # Two blocks fit a multiprocessor: so many shares that all of them are busy, each of two tiles at least.
+    # Two blocks fit a multiprocessor: so many splits that all of them are busy, each of two tiles at least.
     wanted = round(2 * num_cores() / (B * K * num_row_tiles))
     num_splits = max(1, min(wanted, max_context // (2 * TILE)))
     fixed = 2 * rows * (parts * width + TILE) + _SCRATCH_BYTES
@@ -99,22 +99,22 @@ def attend(
     rows = jnp.pad(rows, ((0, 0), (0, 0), (0, Q * R - T * G), (0, 0)))
     rows = rows.reshape(B, K, Q, R, plan.width, plan.parts).transpose(0, 1, 2, 5, 3, 4)
 
-    # Where each row stands, and which tiles some row of a tile of queries can see.
+    # Where each row row_positions, and which tiles some row of a tile of queries can see.
     padding = ((0, 0), (0, Q * R - T * G))
-    stands = jnp.pad(jnp.repeat(positions, G, axis=1), padding, mode="edge").reshape(B, Q, R)
-    end = jnp.minimum(jnp.max(stands, axis=2) // TILE + 1, -(-N * page // TILE))
+    row_positions = jnp.pad(jnp.repeat(positions, G, axis=1), padding, mode="edge").reshape(B, Q, R)
+    end = jnp.minimum(jnp.max(row_positions, axis=2) // TILE + 1, -(-N * page // TILE))
     begin = jnp.zeros_like(end)
     if sliding_window is not None:
-        begin = jnp.maximum(jnp.min(stands, axis=2) - sliding_window + 1, 0) // TILE
+        begin = jnp.maximum(jnp.min(row_positions, axis=2) - sliding_window + 1, 0) // TILE
     bounds = jnp.stack([begin, end], axis=2)
 
-    arguments = [rows, stands, bounds, block_tables]
+    arguments = [rows, row_positions, bounds, block_tables]
     for pages in (k, v):
         arguments += [pages.values] if pages.scales is None else [_as_words(pages.values), pages.scales]
-    out, top, total = _kernel(plan, B, K, N, page, is_float8, to_base_2, sliding_window)(*arguments)
+    out, running_max, total = _kernel(plan, B, K, N, page, is_float8, to_base_2, sliding_window)(*arguments)
 
     # [B, K, Q, splits, parts, R, width] -> [B, T, H, hd]
-    weight = jnp.exp2(top - jnp.max(top, axis=3, keepdims=True))  # [B, K, Q, splits, R]
+    weight = jnp.exp2(running_max - jnp.max(running_max, axis=3, keepdims=True))  # [B, K, Q, splits, R]
     weight = weight / jnp.maximum(jnp.sum(total * weight, axis=3, keepdims=True), 1e-30)  # 0 where nothing is seen
     out = jnp.sum(out * weight[:, :, :, :, None, :, None], axis=3)
     out = out.transpose(0, 1, 2, 4, 5, 3).reshape(B, K, Q * R, hd)[:, :, : T * G]
@@ -127,8 +127,8 @@ def _as_words(bits: Array) -> Array:
 
 
 def _kernel(plan: _Plan, B: int, K: int, N: int, page: int, is_float8: bool, to_base_2: float, window: int | None):
-    """`(rows [B, K, Q, parts, R, width], stands [B, Q, R], bounds [B, Q, 2], block tables [B, N], k, v) -> (sums of values
-    [B, K, Q, splits, parts, R, width], largest scores [B, K, Q, splits, R], sums of weights [B, K, Q, splits, R])`, where
+    """`(rows [B, K, Q, parts, R, width], row_positions [B, Q, R], bounds [B, Q, 2], block tables [B, N], k, v) -> (sums of
+    values [B, K, Q, splits, parts, R, width], largest scores [B, K, Q, splits, R], sums of weights [B, K, Q, splits, R])`.
     k and v are pages [P, K, page, hd], or words [P, K, page, hd / 2] followed by their scales."""
     R, S, W, parts, stages = plan.rows, plan.num_splits, plan.width, plan.parts, plan.stages
     mma_dtype = jnp.float16 if is_float8 else jnp.bfloat16
@@ -155,17 +155,17 @@ def _kernel(plan: _Plan, B: int, K: int, N: int, page: int, is_float8: bool, to_
         return [lax.bitcast_convert_type(x, jnp.float16) for x in (low, high)]
 
     def paged_attention(
-        q_ref, stands_ref, bounds_ref, tables_ref, *refs, q_smem, k_smem, v_smem, p_smem, q_ready, ready, scales=None
+        q_ref, positions_ref, bounds_ref, tables_ref, *refs, q_smem, k_smem, v_smem, p_smem, q_ready, ready, scales=None
     ):
-        (k_ref, v_ref), (out_ref, top_ref, total_ref) = refs[: 2 * parts : parts], refs[2 * parts :]
+        (k_ref, v_ref), (out_ref, max_ref, total_ref) = refs[: 2 * parts : parts], refs[2 * parts :]
         loads = [(k_ref, k_smem), (v_ref, v_smem)]
         if is_float8:
             loads += [(refs[1], scales[0]), (refs[3], scales[1])]
-        b, h, y = lax.axis_index("sequence"), lax.axis_index("head"), lax.axis_index("share")
-        tile_of_rows, share = y // S, y % S
+        b, h, y = lax.axis_index("sequence"), lax.axis_index("head"), lax.axis_index("split")
+        tile_of_rows, split = y // S, y % S
         begin, end = bounds_ref[b, tile_of_rows, 0], bounds_ref[b, tile_of_rows, 1]
         size = (end - begin + S - 1) // S
-        first = begin + share * size
+        first = begin + split * size
         last = jnp.minimum(first + size, end)
 
         def pages_of(tile):
@@ -187,8 +187,8 @@ def _kernel(plan: _Plan, B: int, K: int, N: int, page: int, is_float8: bool, to_
             def _(i=i):
                 fetch(first + i, pages_of(first + i))
 
-        stands = plgpu.load(stands_ref.at[b, tile_of_rows], layout=acc.reduce(1), optimized=False)
-        if is_float8:  # some scale of this share's values: those of the others are measured against it
+        row_positions = plgpu.load(positions_ref.at[b, tile_of_rows], layout=acc.reduce(1), optimized=False)
+        if is_float8:  # some scale of this split's values: those of the others are measured against it
             usual = plgpu.load(refs[3].at[pages_of(first)[0], h], layout=acc.reduce(0), optimized=False)
             usual_scale = jnp.maximum(jnp.max(usual), 1e-30)
         plgpu.barrier_wait(q_ready)
@@ -199,7 +199,7 @@ def _kernel(plan: _Plan, B: int, K: int, N: int, page: int, is_float8: bool, to_
         kept = load_queries() if plan.keeps_queries else None
 
         def step(tile, carry):
-            sums, top, total, pages = carry
+            sums, running_max, total, pages = carry
             slot = lax.rem(tile - first, stages)
             plgpu.barrier_wait(ready.at[slot])
 
@@ -213,17 +213,17 @@ def _kernel(plan: _Plan, B: int, K: int, N: int, page: int, is_float8: bool, to_
             else:
                 scores = scores * to_base_2
             at = tile * TILE + plgpu.broadcasted_iota(jnp.int32, (R, TILE), 1, layout=acc)
-            seen = at <= spread(stands, 0, TILE)
+            seen = at <= spread(row_positions, 0, TILE)
             if window is not None:
-                seen = seen & (at > spread(stands, 0, TILE) - window)
+                seen = seen & (at > spread(row_positions, 0, TILE) - window)
             if N * page % TILE:
                 seen = seen & (at < N * page)
             scores = jnp.where(seen, scores, MASKED)
 
-            new_top = jnp.maximum(top, jnp.max(scores, axis=1))
-            fade = jnp.exp2(top - new_top)
-            weights = jnp.exp2(scores - spread(new_top, 0, TILE))
-            total = total * spread(fade, 0, TILE) + weights  # summed over the columns at the end: no barrier here
+            new_max = jnp.maximum(running_max, jnp.max(scores, axis=1))
+            rescale = jnp.exp2(running_max - new_max)
+            weights = jnp.exp2(scores - spread(new_max, 0, TILE))
+            total = total * spread(rescale, 0, TILE) + weights  # summed over the columns at the end: no barrier here
             if is_float8:
                 v_scale = plgpu.load(scales[1].at[slot], layout=acc.reduce(0), optimized=False)
                 weights = jnp.minimum(weights * spread(v_scale * (_WEIGHT_UNIT / usual_scale), 1, TILE), _FLOAT16_MAX)
@@ -237,16 +237,18 @@ def _kernel(plan: _Plan, B: int, K: int, N: int, page: int, is_float8: bool, to_
             pages = pages_of(tile + stages)  # one tile ahead: reading the block table takes its time
             left = plgpu.load(p_smem, layout=lhs)
             values = operands(plgpu.load(v_smem.at[slot], layout=rhs))
-            sums = tuple(plgpu.mma(x * spread(fade, 0, W), left, value) for x, value in zip(sums, values, strict=True))
-            return sums, new_top, total, pages
+            sums = tuple(
+                plgpu.mma(x * spread(rescale, 0, W), left, value) for x, value in zip(sums, values, strict=True)
+            )
+            return sums, new_max, total, pages
 
-        top = plgpu.layout_cast(jnp.full((R,), MASKED, jnp.float32), acc.reduce(1))
-        start = (tuple(zeros(R, W) for _ in range(parts)), top, zeros(R, TILE), pages_of(first + stages - 1))
-        sums, top, total, _ = lax.fori_loop(first, last, step, start)
-        place = (b, h, tile_of_rows, share)
+        running_max = plgpu.layout_cast(jnp.full((R,), MASKED, jnp.float32), acc.reduce(1))
+        start = (tuple(zeros(R, W) for _ in range(parts)), running_max, zeros(R, TILE), pages_of(first + stages - 1))
+        sums, running_max, total, _ = lax.fori_loop(first, last, step, start)
+        place = (b, h, tile_of_rows, split)
         for p in range(parts):
             out_ref.at[(*place, p)][...] = sums[p] * (usual_scale * (_UNIT / _WEIGHT_UNIT)) if is_float8 else sums[p]
-        top_ref.at[place][...] = top
+        max_ref.at[place][...] = running_max
         total_ref.at[place][...] = jnp.sum(total, axis=1)
 
     scratch = {
@@ -269,6 +271,6 @@ def _kernel(plan: _Plan, B: int, K: int, N: int, page: int, is_float8: bool, to_
         ),
         scratch_types=scratch,
         grid=(B, K, plan.num_row_tiles * S),
-        grid_names=("sequence", "head", "share"),
+        grid_names=("sequence", "head", "split"),
         compiler_params=compiler_params(),
     )

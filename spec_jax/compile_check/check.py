@@ -14,16 +14,17 @@ from typing import Any
 import jax
 
 from ..cache import bytes_per_token
+from ..checkpoints.huggingface import read_config
 from ..config import DraftConfig, EngineConfig, ModelConfig
 from ..errors import UserError
 from ..programs import Program, Programs
+from ..shapes import SHAPES
 from ..sharding import ShardingRules
 from ..sizes import Sizes
 from . import thunks
 from .copies import large_copies
 from .kernels import parse_kernels
 from .report import ProgramReport, Report, Roofline
-from .shapes import find_shape
 from .targets import Target, find_target, mesh_of
 
 _RESERVED = 0.08  # of a device's memory: CUDA's own, NCCL's buffers, instantiated graphs
@@ -118,6 +119,19 @@ def compile_check(
             for context in sorted({min(c, engine_config.max_model_len) for c in _CONTEXTS})
         ],
     )
+
+
+def find_shape(model: str) -> ModelConfig:
+    """By name, or from a Hugging Face folder or its config.json. Raises UserError."""
+    if model in SHAPES:
+        return SHAPES[model]
+    path = Path(model).expanduser()
+    folder = path.parent if path.name == "config.json" else path
+    if not folder.is_dir():
+        raise UserError(
+            f"model {model!r} is neither a known shape ({', '.join(SHAPES)}) nor a folder with a config.json"
+        )
+    return read_config(folder)
 
 
 def _compile(name: str, programs: Programs, lower: Any) -> ProgramReport:

@@ -36,10 +36,9 @@ def random_weights(seed: int, dtype: jnp.dtype | str) -> WeightSource:
     def source(path: str, shape: tuple[int, ...], axes: Axes) -> Array:
         key = jax.random.fold_in(jax.random.key(seed), next(numbers))
         noise = jax.random.normal(key, shape, jnp.float32)
-        if path.endswith("_scale"):
-            value = 0.02 + 0.0 * noise
-        else:
-            value = 1 + 0.1 * noise if len(shape) == 1 and "norm" in path else noise * shape[-1] ** -0.5
+        if not shape:  # a scale of the cache
+            return jnp.full(shape, 0.02, weight_dtype(path, dtype))
+        value = 1 + 0.1 * noise if len(shape) == 1 and "norm" in path else noise * shape[-1] ** -0.5
         return value.astype(weight_dtype(path, dtype))
 
     return source

@@ -1,11 +1,8 @@
-"""Model shapes known by name: enough to compile for a model whose weights are not here."""
+"""Shapes of models known by name: enough to compile and to measure without their weights."""
 
 from dataclasses import replace
-from pathlib import Path
 
-from ..checkpoints.huggingface import read_config
-from ..config import Llama3RopeScaling, ModelConfig
-from ..errors import UserError
+from .config import Llama3RopeScaling, ModelConfig
 
 _LLAMA31 = ModelConfig(
     vocab_size=128_256, hidden_size=4096, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128, ffn_size=14_336,
@@ -26,16 +23,3 @@ SHAPES = {
     ),
 }  # fmt: skip
 """As their config.json files say."""
-
-
-def find_shape(model: str) -> ModelConfig:
-    """By name, or from a Hugging Face folder or its config.json. Raises UserError."""
-    if model in SHAPES:
-        return SHAPES[model]
-    path = Path(model).expanduser()
-    folder = path.parent if path.name == "config.json" else path
-    if not folder.is_dir():
-        raise UserError(
-            f"model {model!r} is neither a known shape ({', '.join(SHAPES)}) nor a folder with a config.json"
-        )
-    return read_config(folder)
