@@ -99,13 +99,13 @@ def attend(
     rows = jnp.pad(rows, ((0, 0), (0, 0), (0, Q * R - T * G), (0, 0)))
     rows = rows.reshape(B, K, Q, R, plan.width, plan.parts).transpose(0, 1, 2, 5, 3, 4)
 
-    # Where each row row_positions, and which tiles some row of a tile of queries can see.
+    # Where each row stands, and which tiles of the context some row of a tile of queries can see.
     padding = ((0, 0), (0, Q * R - T * G))
     row_positions = jnp.pad(jnp.repeat(positions, G, axis=1), padding, mode="edge").reshape(B, Q, R)
     end = jnp.minimum(jnp.max(row_positions, axis=2) // TILE + 1, -(-N * page // TILE))
     begin = jnp.zeros_like(end)
     if sliding_window is not None:
-        begin = jnp.maximum(jnp.min(row_positions, axis=2) - sliding_window + 1, 0) // TILE
+        begin = jnp.clip((jnp.min(row_positions, axis=2) - sliding_window + 1) // TILE, 0, end)
     bounds = jnp.stack([begin, end], axis=2)
 
     arguments = [rows, row_positions, bounds, block_tables]
