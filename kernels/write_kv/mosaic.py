@@ -13,8 +13,6 @@ from ..pallas import compiler_params, plgpu
 
 Array = jax.Array
 
-_THREADS = 128
-
 
 def scatter(
     k_pages: Pages,
@@ -27,9 +25,10 @@ def scatter(
     v_scale: Array | None,
 ) -> tuple[Pages, Pages]:
     B, T, K, hd = k.shape
-    if hd % _THREADS:
-        raise Unsupported(f"head_dim {hd} is no multiple of {_THREADS}")
-    row = plgpu.Layout.WG_STRIDED((hd,), vec_size=1)
+    if hd % 16:
+        raise Unsupported(f"head_dim {hd} is no multiple of 16")
+    # A row lies over the warps as one of an MMA's result does: a layout for every such head_dim.
+    row = plgpu.Layout.MMA_ACC(jnp.bfloat16, m_warps=1 if hd % 32 == 0 else 2).reduce(0)
     is_float8 = k_pages.scales is not None
     given = [is_float8 and scale is not None for scale in (k_scale, v_scale)]
     static = [jnp.float32(1.0 if scale is None else scale).reshape(1) for scale in (k_scale, v_scale)]

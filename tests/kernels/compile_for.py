@@ -25,7 +25,12 @@ SHAPES = {
     "head-dim-96-float8": (True, 4, 6, 8, 4, 96, 128, None),
     "head-dim-256-float8": (True, 1, 64, 4, 4, 256, 32, None),
 }
-WRITES = {"write": False, "write-float8": True}
+WRITES = {  # float8, head_dim
+    "write": (False, 128),
+    "write-float8": (True, 128),
+    "write-head-dim-64-float8": (True, 64),
+    "write-head-dim-80": (False, 80),
+}
 
 
 def main(target: str, *names: str) -> None:
@@ -45,8 +50,8 @@ def main(target: str, *names: str) -> None:
     with jax.set_mesh(mesh):
         for name in names:
             if name in WRITES:
-                is_float8 = WRITES[name]
-                pages, rows = cache(is_float8, 8, 128, 64), array(8, 6, 8, 128, dtype=jnp.bfloat16)
+                is_float8, head_dim = WRITES[name]
+                pages, rows = cache(is_float8, 8, head_dim, 64), array(8, 6, 8, head_dim, dtype=jnp.bfloat16)
                 keep = array(8, 6, dtype=jnp.bool_)
                 compile_one(name, write_kv, pages, pages, rows, rows, array(8, 512), array(8, 6), keep)
                 continue

@@ -103,11 +103,11 @@ def test_shapes_that_mosaic_does_not_take_run_xla_and_are_named_once(arguments, 
 
 
 def test_the_cache_write_falls_back_alike(warnings):
-    q, pages, _, tables, positions = shapes(head_dim=64)
-    rows = jax.ShapeDtypeStruct((1, 2, 1, 64), q.dtype)
+    q, pages, _, tables, positions = shapes(head_dim=72)
+    rows = jax.ShapeDtypeStruct((1, 2, 1, 72), q.dtype)
     with compiling_for("NVIDIA B200", 148):
         jax.eval_shape(write_kv, pages, pages, rows, rows, tables, positions, positions)
-    assert warnings() == ["write_kv: head_dim 64 is no multiple of 128; the slower XLA version runs instead"]
+    assert warnings() == ["write_kv: head_dim 72 is no multiple of 16; the slower XLA version runs instead"]
 
 
 @pytest.mark.parametrize(("kind", "num_cores"), [("NVIDIA H200", 132), ("NVIDIA B200", 148)])

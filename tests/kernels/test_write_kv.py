@@ -23,10 +23,10 @@ POSITIONS = np.array([[3, 4, 7], [0, 1, 2]], np.int32)
 ALL = np.ones((2, 3), bool)
 
 
-def old_pages(is_float8, seed):
+def old_pages(is_float8, seed, head_dim=HEAD_DIM):
     """Seven pages, full of other rows."""
     rng = np.random.default_rng(seed)
-    rows = rng.normal(size=(7, K, PAGE, HEAD_DIM))
+    rows = rng.normal(size=(7, K, PAGE, head_dim))
     if not is_float8:
         return Pages(rows.astype(ml_dtypes.bfloat16))
     return Pages(rows.astype(FLOAT8).view(np.uint8), rng.uniform(1, 2, (7, K, PAGE)).astype(np.float32))
@@ -89,12 +89,13 @@ def test_rows_not_kept_and_rows_past_the_table_touch_the_scratch_page_only(imple
         assert (old.values[SCRATCH_PAGE] != new.values[SCRATCH_PAGE]).any()
 
 
+@pytest.mark.parametrize("head_dim", [64, 80, 256])
 @pytest.mark.parametrize("scales", [{}, {"k_scale": 0.01, "v_scale": 0.002}], ids=["scale-per-row", "static-scales"])
-def test_both_implementations_write_the_same_float8_bits(scales):
+def test_both_implementations_write_the_same_float8_bits(scales, head_dim):
     scales = {name: np.float32(scale) for name, scale in scales.items()}
-    before = old_pages(True, 0), old_pages(True, 1)
+    before = old_pages(True, 0, head_dim), old_pages(True, 1, head_dim)
     rng = np.random.default_rng(4)
-    k, v = (rng.normal(size=(2, 3, K, HEAD_DIM)) * 10.0 ** rng.integers(-6, 6, (2, 3, K, 1)) for _ in range(2))
+    k, v = (rng.normal(size=(2, 3, K, head_dim)) * 10.0 ** rng.integers(-6, 6, (2, 3, K, 1)) for _ in range(2))
     k, v = k.astype(ml_dtypes.bfloat16), v.astype(ml_dtypes.bfloat16)
     k[0, 0], v[1, 2, 1] = 0, 0
     xla, mosaic = (write(name, *before, k, v, **scales) for name in IMPLEMENTATIONS)
@@ -113,9 +114,9 @@ def test_one_static_scale_leaves_the_other_side_with_its_own(name):
 
 
 def test_mosaic_names_a_head_dim_that_its_threads_cannot_share():
-    pages = Pages(jax.ShapeDtypeStruct((2, 1, 16, 64), jnp.bfloat16))
-    rows, integers = jax.ShapeDtypeStruct((1, 1, 1, 64), jnp.bfloat16), jax.ShapeDtypeStruct((1, 1), jnp.int32)
-    with pytest.raises(Unsupported, match="head_dim 64 is no multiple of 128"):
+    pages = Pages(jax.ShapeDtypeStruct((2, 1, 16, 72), jnp.bfloat16))
+    rows, integers = jax.ShapeDtypeStruct((1, 1, 1, 72), jnp.bfloat16), jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    with pytest.raises(Unsupported, match="head_dim 72 is no multiple of 16"):
         jax.eval_shape(partial(write_kv, implementation="mosaic"), pages, pages, rows, rows, *[integers] * 3)
 
 
