@@ -26,14 +26,17 @@ def damaged_fields(where: object) -> Iterator[None]:
         raise UserError(f"{where} has a field of the wrong kind: {error}") from None
 
 
+_TOO_LARGE = 2**24  # for any size of a model; what a damaged file says would take all memory, or for ever
+
+
 def check_config(config: ModelConfig, where: object) -> ModelConfig:
     """`config`, if every number in it is one that a decoder can have; else a UserError that names the field."""
     sizes = {name: getattr(config, name) for name in _SIZES}
     if config.sliding_window is not None:
         sizes["sliding_window"] = config.sliding_window
     for name, value in sizes.items():
-        if type(value) is not int or value < 1:
-            raise UserError(f"{where}: {name} is {value!r}: it must be a positive whole number")
+        if type(value) is not int or not 1 <= value < _TOO_LARGE:
+            raise UserError(f"{where}: {name} is {value!r}: it must be a positive whole number below {_TOO_LARGE}")
     numbers = {"rms_norm_eps": config.rms_norm_eps, "rope_theta": config.rope_theta}
     if isinstance(config.rope_scaling, RopeFactors):
         if len(config.rope_scaling.factors) != config.head_dim // 2:

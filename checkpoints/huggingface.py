@@ -147,7 +147,9 @@ def _sliding_window(raw: dict[str, Any], architecture: str, folder: Path) -> int
         return None
     first = raw.get("max_window_layers", 28)
     kinds = set(raw.get("layer_types") or ())
-    kinds = kinds or {"full_attention" if i < first else "sliding_attention" for i in range(raw["num_hidden_layers"])}
+    if not kinds:  # the first layers see everything, the others a window
+        kinds |= {"full_attention"} if first > 0 else set()
+        kinds |= {"sliding_attention"} if first < raw["num_hidden_layers"] else set()
     if kinds == {"full_attention"}:
         return None
     if kinds != {"sliding_attention"}:

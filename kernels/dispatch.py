@@ -15,6 +15,7 @@ import jax
 IMPLEMENTATIONS = ("mosaic", "xla")
 
 _log = logging.getLogger("spec_jax")
+_NEEDED = "Mosaic GPU kernels need a Hopper or Blackwell GPU"
 _MOSAIC_DEVICES = re.compile(r"\b(H100|H200|H20|H800|GH200|B100|B200|B300|GB200|GB300)\b")
 
 
@@ -41,8 +42,13 @@ def run(
     if implementation == "mosaic":
         # Never even compiled for other GPUs: there a Mosaic kernel kills the process.
         if _platform() != "cpu" and not has_mosaic():
-            raise Unsupported(f"{name}: Mosaic GPU kernels need a Hopper or Blackwell GPU, this is {device_kind()}")
-        return mosaic()(*args)
+            raise Unsupported(f"{name}: {_NEEDED}, this is {device_kind()}")
+        try:
+            return mosaic()(*args)
+        except ValueError as error:
+            if "interpret mode" not in str(error):
+                raise
+            raise Unsupported(f"{name}: {_NEEDED}, this is a CPU, and interpret mode is off") from None
     try:
         return mosaic()(*args)
     except Unsupported as reason:

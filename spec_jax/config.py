@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from .errors import UserError
 
 MAX_DRAFT_TOKENS = 16
+MAX_NUM_SEQS = 4096
 MAX_LOGPROBS = 20  # of the best tokens, as in the OpenAI API and vLLM
 DRAFT_METHODS = ("auto", "ngram", "none")
 KV_CACHE_DTYPES = ("auto", "fp8")
@@ -124,8 +125,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.max_model_len < 2:
             raise UserError(f"max_model_len is {self.max_model_len}: it must hold a prompt and an answer, at least 2")
-        if self.max_num_seqs < 1:
-            raise UserError(f"max_num_seqs is {self.max_num_seqs}: at least 1 sequence must fit")
+        if not 1 <= self.max_num_seqs <= MAX_NUM_SEQS:
+            raise UserError(f"max_num_seqs is {self.max_num_seqs}: allowed are 1 to {MAX_NUM_SEQS}")
         for name in (
             "page_size", "max_stop_ids", "max_bad_words", "rounds_per_burst", "rounds_per_burst_streaming",
             "min_context_bucket",

@@ -81,7 +81,7 @@ class LLM:
         use_compilation_cache()
         if mesh is not None and tensor_parallel_size != 1:
             raise UserError(f"tensor_parallel_size is {tensor_parallel_size}, and there is a mesh: give one of them")
-        if tensor_parallel_size != 1:
+        if tensor_parallel_size != 1 or type(tensor_parallel_size) is not int:
             mesh = tensor_parallel_mesh(tensor_parallel_size)
         files = open_model(model)
         mesh = (rules or ShardingRules()).usable(mesh, files.config)

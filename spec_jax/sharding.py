@@ -41,6 +41,8 @@ class ShardingRules:
         """The mesh as programs take it: sharding is found by the compiler, whatever its axes said. Raises as `check`."""
         if mesh is None:
             return None
+        if not isinstance(mesh, Mesh):
+            raise UserError(f"a mesh of {type(mesh).__name__} was given: make one of devices, as with jax.make_mesh")
         self.check(mesh, config)
         return Mesh(mesh.devices, mesh.axis_names)
 
@@ -73,10 +75,10 @@ def use_mesh(mesh: Mesh | None) -> AbstractContextManager[Any]:
 def tensor_parallel_mesh(size: int) -> Mesh:
     """The first `size` devices of this machine, on axis "tp". Raises UserError."""
     devices = jax.devices()
-    if not 1 <= size <= len(devices):
+    if type(size) is not int or not 1 <= size <= len(devices):
         raise UserError(
-            f"tensor_parallel_size is {size}: this machine has {len(devices)} {devices[0].platform.upper()} "
-            f"device{'s' * (len(devices) > 1)}"
+            f"tensor_parallel_size is {size!r}: allowed are 1 to {len(devices)}, the {devices[0].platform.upper()} devices "
+            f"of this machine"
         )
     return Mesh(np.array(devices[:size]), ("tp",))
 

@@ -220,6 +220,15 @@ def test_what_does_not_fit_is_a_fault():
         (("--model", "qwen3-8b", "--target", "h200", "--num-layers", "99"), "num_layers is 99: allowed are 1 to 36"),
         (("--model", "qwen3-8b", "--target", "h200", "--kv-cache-dtype", "int4"), "kv_cache_dtype 'int4' is unknown"),
         (("--model", "qwen3-8b", "--target", "h200", "--draft", "eagle"), "draft 'eagle' is unknown"),
+        (("--model", "~nobody/x", "--target", "h200"), "model '~nobody/x' is neither a known shape"),
+        (("--model", "x" * 5000, "--target", "h200"), "is neither a known shape"),
+        (("--model", "", "--target", "h200"), "model '' is neither a known shape"),
+        (("--model", "qwen3-8b", "--target", "h200", "--max-num-seqs", "10000000000"), "allowed are 1 to 4096"),
+        (
+            ("--model", "qwen3-8b", "--target", "h200", "--num-kv-tokens", "1000000000000"),
+            "per device, and a h200 has",
+        ),
+        (("--model", "qwen3-8b", "--target", "h200", "--max-model-len", "50000"), "trained for at most 40960 tokens"),
     ],
 )
 def test_a_mistake_is_one_line(arguments, said, capfd):

@@ -16,7 +16,7 @@ from spec_jax.errors import UserError
 from spec_jax.handoff import PrefillMesh
 from spec_jax.models.decoder import Decoder, Rows
 from spec_jax.models.layers import random_weights
-from spec_jax.sharding import ShardingRules, place
+from spec_jax.sharding import ShardingRules, place, tensor_parallel_mesh
 from tests.conftest import TINY
 from tests.test_engine import PROMPTS, finish, make_request
 
@@ -190,6 +190,17 @@ def test_a_prompt_that_is_given_up_on_its_way_leaves_others_alone(monkeypatch):
 def test_a_mesh_that_does_not_divide_the_heads_names_the_sizes_that_do():
     with pytest.raises(UserError, match=r"kv_heads 4 does not divide over 8 devices .* sharded over 1, 2, 4"):
         RULES.check(mesh_of(8), WIDE)
+
+
+@pytest.mark.parametrize("size", [0, -1, 9, 2.0, "2", None, True])
+def test_a_size_of_tensor_parallelism_that_cannot_be_names_those_that_can(size):
+    with pytest.raises(UserError, match=f"tensor_parallel_size is {size!r}: allowed are 1 to 8, the CPU devices"):
+        tensor_parallel_mesh(size)
+
+
+def test_what_is_no_mesh_is_refused():
+    with pytest.raises(UserError, match=r"a mesh of list was given: make one .* jax.make_mesh"):
+        RULES.usable(jax.devices()[:2], WIDE)
 
 
 def test_a_mesh_without_the_axis_is_named():

@@ -56,6 +56,8 @@ class _Plan:
 
 
 def _plan(B: int, T: int, K: int, G: int, hd: int, page: int, max_context: int, is_float8: bool) -> _Plan:
+    if B * T == 0:
+        raise Unsupported("there are no rows")
     if page not in (16, 32, 64, 128):
         raise Unsupported(f"page size {page} is not among 16, 32, 64, 128")
     if hd not in (64, 80, 96, 128, 256) or (is_float8 and hd == 80):

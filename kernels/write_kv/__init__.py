@@ -25,15 +25,15 @@ def write_kv(
 ) -> tuple[Pages, Pages]:
     """Stores row `t` of sequence `b` at `positions[b, t]`; rows with `keep` false go to the scratch page.
 
-    A position at or past `N * page` is never kept, so that no sequence can write into another's pages. Rows are cast to the
-    dtype of the pages. For float8 pages each row of each head gets its own scale (see `pages.quantize`), or a checkpoint's
-    static one, a float32 scalar, where given.
+    A position below 0, or at or past `N * page`, is never kept, so that no sequence can write into another's pages. Rows are
+    cast to the dtype of the pages. For float8 pages each row of each head gets its own scale (see `pages.quantize`), or a
+    checkpoint's static one, a float32 scalar, where given.
 
     Args, errors: as for `paged_attention`. Returns the new `(k_pages, v_pages)`.
     """
     page = k_pages.page_size
     slot = positions // page
-    keep = keep & (slot < block_tables.shape[1])
+    keep = keep & (slot >= 0) & (slot < block_tables.shape[1])
     slot = jnp.where(keep, slot, 0)
     index = jnp.where(keep, jnp.take_along_axis(block_tables, slot, axis=1), SCRATCH_PAGE)  # [B, T]
     return dispatch.run(

@@ -25,6 +25,8 @@ def scatter(
     v_scale: Array | None,
 ) -> tuple[Pages, Pages]:
     B, T, K, hd = k.shape
+    if B * T == 0:
+        raise Unsupported("there are no rows")
     if hd % 16:
         raise Unsupported(f"head_dim {hd} is no multiple of 16")
     # A row lies over the warps as one of an MMA's result does: a layout for every such head_dim.

@@ -86,6 +86,11 @@ def compile_check(
     if num_kv_tokens is None:
         wanted = max_num_seqs * engine_config.max_model_len
         num_kv_tokens = max(int(min(wanted, (room - _GUESSED_TEMPORARIES) / token_bytes)), sizes.page_size)
+    if num_kv_tokens * token_bytes > machine.memory_bytes:
+        raise UserError(
+            f"num_kv_tokens is {num_kv_tokens}: that is {num_kv_tokens * token_bytes / 1e9:.0f} GB per device, and a "
+            f"{target} has {machine.memory_bytes / 1e9:.0f} GB"
+        )
     sizes = Sizes(config, drafter, replace(engine_config, num_kv_tokens=num_kv_tokens), _DTYPE, mesh)
     programs = Programs(sizes, mesh, rules)
 
@@ -125,9 +130,13 @@ def find_shape(model: str) -> ModelConfig:
     """By name, or from a Hugging Face folder or its config.json. Raises UserError."""
     if model in SHAPES:
         return SHAPES[model]
-    path = Path(model).expanduser()
-    folder = path.parent if path.name == "config.json" else path
-    if not folder.is_dir():
+    try:
+        path = Path(model).expanduser()
+        folder = path.parent if path.name == "config.json" else path
+        is_known = bool(model) and folder.is_dir()
+    except (OSError, RuntimeError):  # no such user, a name that no file system takes
+        is_known = False
+    if not is_known:
         raise UserError(
             f"model {model!r} is neither a known shape ({', '.join(SHAPES)}) nor a folder with a config.json"
         )

@@ -102,6 +102,18 @@ def test_shapes_that_mosaic_does_not_take_run_xla_and_are_named_once(arguments, 
     assert len(warnings()) == 1
 
 
+def test_on_a_cpu_mosaic_is_refused_where_nothing_interprets_it():
+    q = jnp.zeros((1, 1, 2, 64), jnp.bfloat16)
+    pages = Pages(jnp.zeros((2, 1, 64, 64), jnp.bfloat16))
+    integers = jnp.zeros((1, 1), jnp.int32)
+    with pytest.raises(Unsupported, match="this is a CPU, and interpret mode is off"):
+        paged_attention(q, pages, pages, integers, integers, scale=1.0, implementation="mosaic")
+    none = q[:, :0], pages, pages, integers, integers[:, :0]
+    with pytest.raises(Unsupported, match="there are no rows"):
+        paged_attention(*none, scale=1.0, implementation="mosaic")
+    assert paged_attention(*none, scale=1.0).shape == (1, 0, 2, 64)
+
+
 def test_the_cache_write_falls_back_alike(warnings):
     q, pages, _, tables, positions = shapes(head_dim=72)
     rows = jax.ShapeDtypeStruct((1, 2, 1, 72), q.dtype)
