@@ -31,7 +31,9 @@ def test_the_readme_shows_both_ways_of_use():
 @pytest.mark.parametrize(
     "command",
     [
-        pytest.param(c, marks=pytest.mark.slow) if c.startswith(("spec-jax verify", "spec-jax compile-check")) else c
+        pytest.param(c, marks=pytest.mark.slow)
+        if c.startswith(("spec-jax verify", "spec-jax compile-check", "spec-jax bench"))
+        else c
         for c in COMMANDS
     ],
 )
