@@ -31,7 +31,7 @@ from flax import nnx
 from spec_jax.cache import bytes_per_token, create_cache
 from spec_jax.config import DraftConfig, EngineConfig, ModelConfig
 from spec_jax.decode_loop import DecodeState
-from spec_jax.kernels import Pages, has_mosaic, paged_attention, write_kv
+from spec_jax.kernels import Pages, paged_attention, write_kv
 from spec_jax.models.decoder import Decoder
 from spec_jax.models.layers import random_weights
 from spec_jax.programs import Programs
@@ -77,6 +77,13 @@ KERNEL_CASES = {  # cache, B, T, K, G, head_dim, page, context
 }
 
 
+def filled_pages(cache: str, shape: tuple[int, ...], value: int) -> Pages:
+    """Pages that hold one number everywhere, in float8 as its bits, with scales of 1."""
+    if cache == "fp8":
+        return Pages(jnp.full(shape, value, jnp.uint8), jnp.ones(shape[:-1], jnp.float32))
+    return Pages(jnp.full(shape, value, jnp.bfloat16))
+
+
 def kernel_error(small: bool, cache: str, B: int, T: int, K: int, G: int, hd: int, page: int, context: int) -> float:
     """Error of attention relative to float64 over the unquantized keys and values, as a share of the norm."""
     if small:
@@ -87,11 +94,7 @@ def kernel_error(small: bool, cache: str, B: int, T: int, K: int, G: int, hd: in
     k, v = (jnp.asarray(rng.normal(size=(B, context, K, hd)).astype(ml_dtypes.bfloat16)) for _ in range(2))
     q = jnp.asarray(rng.normal(size=(B, T, K * G, hd)).astype(ml_dtypes.bfloat16))
     shape = (1 + B * N, K, page, hd)
-    pages = (
-        Pages(jnp.zeros(shape, jnp.uint8), jnp.zeros(shape[:-1], jnp.float32))
-        if cache == "fp8"
-        else Pages(jnp.full(shape, 77, jnp.bfloat16))
-    )
+    pages = filled_pages(cache, shape, 77)
     everywhere = jnp.broadcast_to(jnp.arange(context, dtype=jnp.int32), (B, context))
     # The last sequence is full, the first as short as can be.
     last = np.linspace(T, context, B).astype(int) if B > 1 else np.array([context])
@@ -120,11 +123,7 @@ def attention_speed(cache: str, small: bool) -> float:
     context, times = (256, 2) if small else (32_256, 20)
     N = context // page
     shape = (1 + B * N, K, page, hd)
-    pages = (
-        Pages(jnp.zeros(shape, jnp.uint8), jnp.ones(shape[:-1], jnp.float32))
-        if cache == "fp8"
-        else Pages(jnp.zeros(shape, jnp.bfloat16))
-    )
+    pages = filled_pages(cache, shape, 0)
     values = jax.tree.map(lambda x: x + 0, pages)  # memory of its own
     tables = jnp.arange(1, 1 + B * N, dtype=jnp.int32).reshape(B, N)
     positions = jnp.full((B, T), context - 1, jnp.int32)
@@ -150,14 +149,13 @@ def attention_speed(cache: str, small: bool) -> float:
 class Bench:
     """One model with one cache: bursts of any batch size, on random texts."""
 
-    def __init__(
-        self, config: ModelConfig, weights: list[jax.Array], cache: str, K: int, slots: int, length: int, room: int
-    ):
+    def __init__(self, config: ModelConfig, cache: str, K: int, slots: int, length: int, room: int):
         engine = EngineConfig(
             max_model_len=length, max_num_seqs=slots, num_kv_tokens=room, kv_cache_dtype=cache, page_size=64,
             rounds_per_burst=32,
         )  # fmt: skip
-        self.config, self.weights = config, weights
+        self.config = config
+        self.weights: list[jax.Array] = []
         self.sizes = Sizes(config, DraftConfig(num_tokens=K), engine, "bfloat16")
         self.programs = Programs(self.sizes)
         self.bias = jnp.zeros((slots, config.vocab_size), jnp.float32)
@@ -170,8 +168,7 @@ class Bench:
         """Slots of random text of `context` tokens; the rest are empty. Pages are not shared."""
         empty = jax.tree.map(np.array, self.sizes.create_state())
         rng = np.random.default_rng(1)
-        pages = -(-self.sizes.config.max_model_len // self.sizes.page_size)
-        pages = min(pages, (self.sizes.num_pages - 1) // slots)
+        pages = min(self.sizes.max_pages, (self.sizes.num_pages - 1) // slots)
         state = empty._replace(sampling=empty.sampling._replace(seed=empty.sampling.seed + 5))
         state.tokens[:slots, :context] = rng.integers(0, self.config.vocab_size, (slots, context))
         for name, value in (("length", context), ("prompt_length", context), ("max_length", 10**6), ("active", True)):
@@ -220,9 +217,9 @@ def weights_of(config: ModelConfig) -> list[jax.Array]:
     return jax.tree.leaves(nnx.state(Decoder(random_weights(0, "bfloat16"), config)))
 
 
-def loop_identity(small: bool) -> dict[str, Any]:
+def loop_identity() -> dict[str, Any]:
     """One burst of 24 rounds, three times in a row, against 24 bursts of one round: the same tokens?"""
-    bench = Bench(LITTLE, [], "auto", 5, 4, 1024, 8192)
+    bench = Bench(LITTLE, "auto", 5, 4, 1024, 8192)
     bench.weights = weights_of(LITTLE)
 
     def tokens(bursts: list[int]) -> list[list[int]]:
@@ -254,8 +251,7 @@ def main() -> None:
     started = time.perf_counter()
     device = jax.devices()[0]
     result: dict[str, Any] = {
-        "device": device.device_kind, "platform": device.platform, "jax": jax.__version__, "mosaic": has_mosaic(),
-        "skipped": [],
+        "device": device.device_kind, "platform": device.platform, "jax": jax.__version__, "skipped": [],
     }  # fmt: skip
 
     def is_late() -> bool:
@@ -279,7 +275,7 @@ def main() -> None:
         return value
 
     check("copy_bytes_per_second", lambda: bandwidth(args.small))
-    check("loop", lambda: loop_identity(args.small))
+    check("loop", loop_identity)
     errors: dict[str, Any] = {}
     result["kernel_errors"] = errors
     for name, case in KERNEL_CASES.items():
@@ -296,7 +292,7 @@ def main() -> None:
     capacity = {"auto": 1024, "fp8": 1024} if args.small else CAPACITY
     length = contexts[-1] + 512
     benches = {
-        (cache, K): Bench(config, [], cache, K, batches[-1], length, capacity[cache])
+        (cache, K): Bench(config, cache, K, batches[-1], length, capacity[cache])
         for cache, K in (("auto", 5), ("auto", 0), ("fp8", 5))
     }
     wanted = [("auto", 5, B) for B in batches] + [("auto", 0, 1)] + [("fp8", 5, B) for B in batches]
@@ -316,7 +312,7 @@ def main() -> None:
             future.exception()  # nothing is timed while something compiles; what failed is said below
         rounds: list[dict[str, Any]] = []
         result["rounds"] = rounds
-        one_layer = Bench(replace(LITTLE, num_layers=1), [], "auto", 5, 1, 1024, 2048)
+        one_layer = Bench(replace(LITTLE, num_layers=1), "auto", 5, 1, 1024, 2048)
         one_layer.weights = weights_of(one_layer.config) if wanted else []
         check("one_layer_round_us", lambda: 1e6 * one_layer.seconds_per_round(200, 1))
         check("one_layer_host_round_us", lambda: 1e6 * one_layer.seconds_per_host_round(200, 1))

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .paths import cache_folder
-from .sharding import cuda_is_target
+from .sharding import target_device
 
 # What one CUDA graph may hold. XLA's defaults lack WHILE and COLLECTIVES: the host would drive the loop.
 _GRAPH = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,DYNAMIC_SLICE_FUSION,WHILE,COLLECTIVES"
@@ -48,7 +48,8 @@ def use_compilation_cache() -> None:
 @cache
 def compiler_options(mesh: Mesh | None) -> dict[str, Any] | None:
     """Options of every program: on NVIDIA GPUs, those that make a burst of rounds one CUDA graph."""
-    if not cuda_is_target(mesh):
+    device = target_device(mesh)
+    if device.platform != "gpu" or "NVIDIA" not in device.device_kind:
         return None
     sharding = None if mesh is None else NamedSharding(mesh, PartitionSpec())
     nothing = jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding))

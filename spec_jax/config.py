@@ -6,6 +6,7 @@ from .errors import UserError
 
 MAX_DRAFT_TOKENS = 16
 MAX_NUM_SEQS = 4096
+_DEFAULT_MODEL_LEN = 8192
 MAX_LOGPROBS = 20  # of the best tokens, as in the OpenAI API and vLLM
 DRAFT_METHODS = ("auto", "ngram", "none")
 KV_CACHE_DTYPES = ("auto", "fp8")
@@ -67,6 +68,15 @@ class ModelConfig:
             raise UserError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
         if self.head_dim % 2:
             raise UserError(f"head_dim {self.head_dim} is odd: rotary embeddings need an even one")
+
+    def model_len(self, asked: int | None) -> int:
+        """The longest prompt and answer together: as asked, or by default the model's own limit, at most 8192. Raises
+        UserError for more than the model can take."""
+        if asked is None:
+            return min(self.max_position, _DEFAULT_MODEL_LEN)
+        if asked > self.max_position:
+            raise UserError(f"max_model_len is {asked}: this model was trained for at most {self.max_position} tokens")
+        return asked
 
     @property
     def queries_per_kv(self) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from .cache import PagedCache, create_cache
 from .programs import Program, Programs
@@ -64,7 +64,8 @@ class PrefillMesh:
         touched = slice(start // page, (start + count - 1) // page + 1)
         n = self._num_moved(size)
         moved = self.programs.take_pages(n)(self._cache, filled(local[touched], n))
-        moved = jax.tree.map(lambda x, to: jax.device_put(x, _like(to)), moved, self._decode.cache)
+        to = self._decode.cache
+        moved = jax.tree.map(lambda x, shape: jax.device_put(x, shape.sharding or jax.devices()[0]), moved, to)
         self._travelling.append((moved, filled(pages[touched], n)))
         return logprobs
 
@@ -82,7 +83,3 @@ class PrefillMesh:
     def _num_moved(self, size: int) -> int:
         """Pages that a chunk of `size` tokens can touch, wherever it begins."""
         return min(-(-size // self.sizes.page_size) + 1, self.sizes.max_pages)
-
-
-def _like(shape: jax.ShapeDtypeStruct) -> Any:
-    return shape.sharding if isinstance(shape.sharding, NamedSharding) else jax.devices()[0]

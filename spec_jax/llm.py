@@ -25,7 +25,6 @@ from .tokenizer import ChatMessage
 Prompt = str | Sequence[int] | Sequence[ChatMessage]
 
 DTYPES = ("bfloat16", "float32")
-_DEFAULT_MODEL_LEN = 8192
 
 
 class LLM:
@@ -85,13 +84,10 @@ class LLM:
             mesh = tensor_parallel_mesh(tensor_parallel_size)
         files = open_model(model)
         mesh = (rules or ShardingRules()).usable(mesh, files.config)
-        limit = files.config.max_position
-        if max_model_len is not None and max_model_len > limit:
-            raise UserError(f"max_model_len is {max_model_len}: this model was trained for at most {limit} tokens")
         self.config = files.config
         self.tokenizer = files.tokenizer
         engine_config = EngineConfig(
-            max_model_len=min(limit, _DEFAULT_MODEL_LEN) if max_model_len is None else max_model_len,
+            max_model_len=files.config.model_len(max_model_len),
             max_num_seqs=max_num_seqs,
             num_kv_tokens=num_kv_tokens,
             rounds_per_burst=rounds_per_burst,

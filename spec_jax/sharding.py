@@ -83,19 +83,13 @@ def tensor_parallel_mesh(size: int) -> Mesh:
     return Mesh(np.array(devices[:size]), ("tp",))
 
 
-def platform_of(mesh: Mesh | None) -> str:
-    """ "cpu", "gpu" and so on: where programs for this mesh run, which may be another machine than this."""
-    return (jax.devices() if mesh is None else mesh.devices.flat)[0].platform
+def target_device(mesh: Mesh | None) -> jax.Device:
+    """One of those that programs for this mesh run on, which may be of another machine than this."""
+    return (jax.devices() if mesh is None else mesh.devices.flat)[0]
 
 
 def _listed(values: Sequence[int]) -> str:
     return ", ".join(map(str, values))
-
-
-def cuda_is_target(mesh: Mesh | None) -> bool:
-    """Whether programs for this mesh run on NVIDIA GPUs."""
-    device = (jax.devices() if mesh is None else mesh.devices.flat)[0]
-    return device.platform == "gpu" and "NVIDIA" in device.device_kind
 
 
 def place(value: np.ndarray, axes: Axes, mesh: Mesh | None, rules: ShardingRules) -> jax.Array:

@@ -11,7 +11,7 @@ from .cache import PagedCache, abstract_cache
 from .config import DraftConfig, EngineConfig, ModelConfig
 from .decode_loop import BurstShape, DecodeState, create_state
 from .kernels import paged_attention, runs_mosaic
-from .sharding import ShardingRules, platform_of, use_mesh
+from .sharding import ShardingRules, target_device, use_mesh
 
 _PAGE_SIZE = 16
 _GPU_PAGE_SIZE = 64  # one tile of the Mosaic kernel, one copy each of keys and values
@@ -29,7 +29,7 @@ class Sizes:
     ):
         self.model, self.draft, self.config, self.dtype = model, draft, config, dtype
         self.cache_dtype = dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
-        self.platform = platform_of(mesh)
+        self.platform = target_device(mesh).platform
         self.page_size = config.page_size or (_PAGE_SIZE if self.platform == "cpu" else _GPU_PAGE_SIZE)
         self.max_pages = -(-config.max_model_len // self.page_size)
         self.num_pages = 1 + -(-(config.num_kv_tokens or _default_kv_tokens(config)) // self.page_size)
@@ -106,7 +106,7 @@ class Sizes:
 
     def _attention_is_mosaic(self) -> bool:
         model = self.model
-        pages = abstract_cache(model, self.num_pages, self.page_size, self.cache_dtype).layers[0].k
+        pages = self.cache(None, None).layers[0].k
         rows = (self.config.max_num_seqs, self.draft.num_tokens + 1)
         return runs_mosaic(
             lambda *arrays: paged_attention(*arrays, scale=1.0, implementation="mosaic"),

@@ -61,10 +61,7 @@ def compile_check(
     """
     machine = find_target(target)
     config = find_shape(model)
-    if max_model_len is not None and max_model_len > config.max_position:
-        raise UserError(
-            f"max_model_len is {max_model_len}: this model was trained for at most {config.max_position} tokens"
-        )
+    max_model_len = config.model_len(max_model_len)
     if num_layers is not None:
         if not 1 <= num_layers <= config.num_layers:
             raise UserError(f"num_layers is {num_layers}: allowed are 1 to {config.num_layers}")
@@ -72,19 +69,16 @@ def compile_check(
     jax.config.update("jax_platforms", "cpu")
     mesh, rules = mesh_of(machine, devices), ShardingRules()
     rules.check(mesh, config)
-    engine_config = EngineConfig(
-        max_model_len=min(config.max_position, 8192) if max_model_len is None else max_model_len,
-        max_num_seqs=max_num_seqs,
-        kv_cache_dtype=kv_cache_dtype,
-    )
+    engine_config = EngineConfig(max_model_len=max_model_len, max_num_seqs=max_num_seqs, kv_cache_dtype=kv_cache_dtype)
     drafter = DraftConfig.create(draft, num_draft_tokens)
 
     sizes = Sizes(config, drafter, engine_config, _DTYPE, mesh)
     token_bytes = bytes_per_token(config, sizes.cache_dtype) // devices
     weight_bytes = _local_bytes(Programs(sizes, mesh, rules).weights)
-    room = (1 - _RESERVED) * machine.memory_bytes - weight_bytes
+    usable_bytes = (1 - _RESERVED) * machine.memory_bytes
+    room = usable_bytes - weight_bytes
     if num_kv_tokens is None:
-        wanted = max_num_seqs * engine_config.max_model_len
+        wanted = max_num_seqs * max_model_len
         num_kv_tokens = max(int(min(wanted, (room - _GUESSED_TEMPORARIES) / token_bytes)), sizes.page_size)
     if num_kv_tokens * token_bytes > machine.memory_bytes:
         raise UserError(
@@ -95,7 +89,7 @@ def compile_check(
     programs = Programs(sizes, mesh, rules)
 
     chunk = engine_config.prefill_chunks[-1]
-    shape = sizes.burst(max_num_seqs, engine_config.max_model_len, False, False)
+    shape = sizes.burst(max_num_seqs, max_model_len, False, False)
     reports = [
         _compile(f"decode burst, {shape.num_slots} slots", programs, lambda: programs.burst(shape)),
         _compile(f"prefill, {chunk} tokens", programs, lambda: programs.prefill(chunk, sizes.max_pages, False)),
@@ -109,10 +103,10 @@ def compile_check(
         kv_cache_dtype=sizes.cache_dtype,
         num_draft_tokens=drafter.num_tokens,
         max_num_seqs=max_num_seqs,
-        max_model_len=engine_config.max_model_len,
+        max_model_len=max_model_len,
         attention="Mosaic" if sizes.attention_is_mosaic else "XLA",
         memory_bytes=machine.memory_bytes,
-        usable_bytes=(1 - _RESERVED) * machine.memory_bytes,
+        usable_bytes=usable_bytes,
         weight_bytes=weight_bytes,
         cache_bytes=_local_bytes(programs.cache),
         state_bytes=state_bytes,
@@ -121,7 +115,7 @@ def compile_check(
         programs=reports,
         rounds=[
             _roofline(config, sizes, machine, devices, weight_bytes, context)
-            for context in sorted({min(c, engine_config.max_model_len) for c in _CONTEXTS})
+            for context in sorted({min(c, max_model_len) for c in _CONTEXTS})
         ],
     )
 

@@ -79,8 +79,13 @@ class Report:
     rounds: list[Roofline]
 
     @property
+    def temporary_bytes(self) -> int:
+        """Of the program that needs most: one runs at a time."""
+        return max(program.temporary_bytes for program in self.programs)
+
+    @property
     def used_bytes(self) -> int:
-        return self.weight_bytes + self.cache_bytes + self.state_bytes + max(p.temporary_bytes for p in self.programs)
+        return self.weight_bytes + self.cache_bytes + self.state_bytes + self.temporary_bytes
 
     @property
     def faults(self) -> list[str]:
@@ -103,7 +108,7 @@ class Report:
         )
         memory = (
             f"per device: weights {_gb(self.weight_bytes)}, cache {_gb(self.cache_bytes)} ({self.num_kv_tokens} tokens), "
-            f"state {_gb(self.state_bytes)}, temporaries {_gb(max(p.temporary_bytes for p in self.programs))}; "
+            f"state {_gb(self.state_bytes)}, temporaries {_gb(self.temporary_bytes)}; "
             f"{_gb(self.used_bytes)} of {_gb(self.memory_bytes)}"
         )
         found = [head, memory, f"KV tokens that fit: {self.kv_tokens_that_fit}"]
