@@ -49,7 +49,7 @@ def main(args: Arguments) -> None:
     for output in outputs:
         prompt, answer = list(output.prompt_token_ids), list(output.token_ids)
         text = prompt + answer
-        log_p = jax.nn.log_softmax(text_logits(llm._decoder, text[:-1], len(prompt) - 1))
+        log_p = jax.nn.log_softmax(text_logits(llm.decoder, text[:-1], len(prompt) - 1))
         for i in range(len(answer)):
             followers = after_longest_match(text[: len(prompt) + i])
             num_places += 1

@@ -1,67 +1,40 @@
 """Reading a Hugging Face model folder: config.json, safetensors (one file or sharded), tokenizer, chat template."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer as Backend
 
 from spec_jax.config import LinearRopeScaling, Llama3RopeScaling, ModelConfig
 from spec_jax.errors import UserError
 
 from .fields import check_config, damaged_fields
+from .tensor_folder import TensorFolder, read_json
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 
 class HuggingFaceModel:
-    """Tensors and config of a model folder. Files are memory-mapped; a tensor is read when it is asked for."""
+    """Tensors and config of a model folder."""
 
     def __init__(self, folder: Path):
-        self.folder = folder
-        self.config = read_config(folder)
-        self._files = {}
-        for path in _weight_files(folder):
-            try:
-                file = safe_open(path, framework="np")
-            except (SafetensorError, OSError) as error:
-                raise UserError(f"{path} is truncated or is no safetensors file ({error}); fetch it again") from None
-            for name in file.keys():  # noqa: SIM118  (a safetensors handle is no mapping)
-                self._files[name] = file
-        has_kv_scales = any(name.endswith((".k_scale", ".v_scale", ".kv_scale")) for name in self._files)
-        self.config = replace(self.config, has_kv_scales=has_kv_scales)
+        self._tensors = TensorFolder(folder)
+        has_kv_scales = any(name.endswith((".k_scale", ".v_scale", ".kv_scale")) for name in self._tensors.names)
+        self.config = replace(read_config(folder), has_kv_scales=has_kv_scales)
 
     def kv_scale(self, layer: int, kind: str) -> np.ndarray | None:
         """The calibrated scale of "k" or "v" for a float8 cache, under any of the names in use; None where there is none."""
         prefix = f"model.layers.{layer}.self_attn."
         for name in (f"{kind}_scale", f"attn.{kind}_scale", f"{kind}_proj.{kind}_scale", "kv_scale"):
-            if prefix + name in self._files:
+            if prefix + name in self._tensors.names:
                 return self.tensor(prefix + name, np.dtype(np.float32))
         return None
 
     def tensor(self, name: str, dtype: np.dtype) -> np.ndarray:
         """The tensor `name`, in `dtype`. Raises UserError when no file of the folder has it."""
-        if name not in self._files:
-            raise UserError(f"{self.folder} has no tensor {name}: the checkpoint is incomplete")
-        return self._files[name].get_tensor(name).astype(dtype, copy=False)
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        with damaged_fields(index):
-            names = sorted(set(_read_json(index)["weight_map"].values()))
-            missing = [name for name in names if not (folder / name).is_file()]
-        if missing:
-            raise UserError(f"{folder} lacks {', '.join(missing)}, which model.safetensors.index.json names")
-        return [folder / name for name in names]
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise UserError(f"{folder} has no .safetensors file; PyTorch .bin weights are not read")
-    return files
+        return self._tensors.read(name, dtype)
 
 
 def read_config(folder: Path) -> ModelConfig:
@@ -69,7 +42,7 @@ def read_config(folder: Path) -> ModelConfig:
     path = folder / "config.json"
     if not path.is_file():
         raise UserError(f"{folder} has no config.json: a Hugging Face model folder or a .gguf file is needed")
-    raw = _read_json(path)
+    raw = read_json(path)
     with damaged_fields(path):
         architecture = (raw.get("architectures") or [None])[0]
         if architecture not in ARCHITECTURES:
@@ -98,7 +71,7 @@ def _convert(raw: dict[str, Any], architecture: str, folder: Path) -> ModelConfi
         ffn_size=raw["intermediate_size"],
         rms_norm_eps=raw["rms_norm_eps"],
         rope_theta=rope.get("rope_theta", 1e4),
-        rope_scaling=_rope_scaling(rope, folder),
+        rope_scaling=rope_scaling(rope, folder),
         max_position=raw["max_position_embeddings"],
         qkv_bias=bias or architecture == "Qwen2ForCausalLM",
         attention_output_bias=bias and architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM"),
@@ -121,7 +94,7 @@ def _has_quantized_weights(quantization: dict[str, Any]) -> bool:
     return not ("kv_cache_quant_algo" in inner and inner.get("quant_algo") is None)
 
 
-def _rope_scaling(rope: dict[str, Any], folder: Path) -> Llama3RopeScaling | LinearRopeScaling | None:
+def rope_scaling(rope: dict[str, Any], folder: Path) -> Llama3RopeScaling | LinearRopeScaling | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return None
@@ -159,7 +132,7 @@ def _sliding_window(raw: dict[str, Any], architecture: str, folder: Path) -> int
 
 def _eos_ids(raw: dict[str, Any], folder: Path) -> tuple[int, ...]:
     generation = folder / "generation_config.json"
-    ids = _read_json(generation).get("eos_token_id") if generation.is_file() else None
+    ids = read_json(generation).get("eos_token_id") if generation.is_file() else None
     if ids is None:
         ids = raw.get("eos_token_id")
     if ids is None:
@@ -179,7 +152,7 @@ def read_tokenizer(folder: Path) -> tuple[Backend, str | None, dict[str, str]]:
     backend.no_truncation()  # a file may keep what its training asked for
     backend.no_padding()
     settings_path = folder / "tokenizer_config.json"
-    settings = _read_json(settings_path) if settings_path.is_file() else {}
+    settings = read_json(settings_path) if settings_path.is_file() else {}
     jinja = folder / "chat_template.jinja"
     template = jinja.read_text(encoding="utf-8") if jinja.is_file() else settings.get("chat_template")
     if isinstance(template, list):  # several named templates
@@ -187,13 +160,3 @@ def read_tokenizer(folder: Path) -> tuple[Backend, str | None, dict[str, str]]:
     named = {key: settings.get(key) for key in ("bos_token", "eos_token", "pad_token", "unk_token")}
     tokens = {key: t["content"] if isinstance(t, dict) else t for key, t in named.items() if t is not None}
     return backend, template, tokens
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{path} cannot be read: it holds no JSON object")
-    return value

@@ -27,6 +27,9 @@ _PLAIN = {
     "embedding": "model.embed_tokens.weight",
     "norm": "model.norm.weight",
     "head": "lm_head.weight",
+    "fc": "fc.weight",  # from here on a draft head's
+    "fc.bias": "fc.bias",
+    "input_norm": "input_norm.weight",
 }
 _PLAIN_IN_LAYER = {
     "attention_norm": "input_layernorm.weight",
@@ -37,6 +40,8 @@ _PLAIN_IN_LAYER = {
     "attention.k_norm": "self_attn.k_norm.weight",
     "mlp.down": "mlp.down_proj.weight",
     "mlp.down.bias": "mlp.down_proj.bias",
+    "embedding_norm": "input_layernorm.weight",  # these two are those of an EAGLE-3 layer
+    "hidden_norm": "hidden_norm.weight",
 }
 
 
@@ -67,6 +72,8 @@ def _assemble(reader: TensorReader, path: str, dtype: np.dtype) -> np.ndarray:
 
     if path in _PLAIN:
         return read(_PLAIN[path])
+    if path.startswith("fc_norm."):
+        return read(f"{path}.weight")
     _, layer, part = path.split(".", 2)
     prefix = f"model.layers.{layer}."
     if part in _PLAIN_IN_LAYER:

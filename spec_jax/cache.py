@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from .config import ModelConfig
+from .config import EagleConfig, ModelConfig
 from .kernels import Pages
 from .sharding import Axes, ShardingRules
 
@@ -23,9 +23,12 @@ class LayerCache(NamedTuple):
 
 
 class PagedCache(NamedTuple):
-    """The cache of all layers. It is donated to every program that writes it, and updated in place."""
+    """The cache of all layers. It is donated to every program that writes it, and updated in place.
+
+    A draft head has pages of its own, under the same numbers: one block table serves both."""
 
     layers: tuple[LayerCache, ...]
+    draft: tuple[LayerCache, ...] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -39,20 +42,24 @@ def abstract_cache(
     dtype: jnp.dtype | str,
     mesh: Mesh | None = None,
     rules: ShardingRules | None = None,
+    head: EagleConfig | None = None,
 ) -> PagedCache:
-    """Shapes of a cache of `num_pages` pages, the scratch page included. `dtype` "fp8" is float8 e4m3 with a scale per token
-    and head; any other is that of the rows."""
+    """Shapes of a cache of `num_pages` pages, the scratch page included, for a model and its draft head, where there
+    is one. `dtype` "fp8" is float8 e4m3 with a scale per token and head; any other is that of the rows."""
 
     def array(shape: tuple[int, ...], dtype: jnp.dtype | str, axes: Axes) -> jax.ShapeDtypeStruct:
         sharding = None if mesh is None else (rules or ShardingRules()).sharding(mesh, axes)
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
-    shape = (num_pages, config.num_kv_heads, page_size, config.head_dim)
-    if dtype == "fp8":
-        pages = Pages(array(shape, jnp.uint8, PAGE_AXES.values), array(shape[:-1], jnp.float32, PAGE_AXES.scales))
-    else:
-        pages = Pages(array(shape, jnp.dtype(dtype), PAGE_AXES.values))
-    return PagedCache((LayerCache(pages, pages),) * config.num_layers)
+    def layers(config: ModelConfig) -> tuple[LayerCache, ...]:
+        shape = (num_pages, config.num_kv_heads, page_size, config.head_dim)
+        if dtype == "fp8":
+            pages = Pages(array(shape, jnp.uint8, PAGE_AXES.values), array(shape[:-1], jnp.float32, PAGE_AXES.scales))
+        else:
+            pages = Pages(array(shape, jnp.dtype(dtype), PAGE_AXES.values))
+        return (LayerCache(pages, pages),) * config.num_layers
+
+    return PagedCache(layers(config), () if head is None else layers(head.layer))
 
 
 def create_cache(shapes: PagedCache) -> PagedCache:

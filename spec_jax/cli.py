@@ -1,10 +1,11 @@
-"""The command line: `spec-jax generate | bench | verify | compile-check | fetch`.
+"""The command line: `spec-jax generate | bench | verify | train-draft | compile-check | fetch`.
 
 A user's mistake ends in one line on standard error and exit code 2, never in a traceback.
 """
 
 import gc
 import json
+import logging
 import os
 import sys
 from dataclasses import asdict, dataclass, field, fields, make_dataclass
@@ -29,7 +30,9 @@ class ModelOptions:
     model: str
     """Built-in name (smollm2-135m), Hugging Face folder, .gguf file, or hub id."""
     draft: str = "auto"
-    """Who proposes tokens: auto, ngram, or none for plain decoding. The text is the same."""
+    """Who proposes tokens: auto (n-grams, and the draft head that comes with the model), ngram, eagle (that head alone),
+    none for plain decoding, a folder or hub id with an EAGLE head (with n-grams), or eagle:FOLDER (that head alone). The
+    text is the same."""
     num_draft_tokens: int = 5
     """Proposals per round, 0 to 16."""
     dtype: str = "bfloat16"
@@ -96,13 +99,55 @@ class Verify:
     model: str
     """Built-in name (smollm2-135m), Hugging Face folder, .gguf file, or hub id."""
     draft: str = "auto"
-    """Who proposes tokens: auto or ngram."""
+    """Who proposes tokens: auto, ngram, eagle, a folder with a head, or eagle:FOLDER."""
     num_draft_tokens: int = 5
     """Proposals per round, 1 to 16."""
     dtype: str = "float32"
     """float32 must be identical; in bfloat16, which rounds differently with the size of a pass, near-ties may differ."""
     samples: int = 400
     """Seeded runs per distribution; more find smaller deviations."""
+
+
+@dataclass(frozen=True)
+class TrainDraft:
+    """Train an EAGLE-3 draft head on what a model itself says.
+
+    Run again after an interruption, it goes on where it stopped."""
+
+    model: str
+    """Built-in name (smollm2-135m), Hugging Face folder, .gguf file, or hub id."""
+    output: Path
+    """Folder for the head: model.safetensors and config.json, as vLLM and SGLang load them. work/ in it keeps what was
+    made on the way."""
+    prompts: Path | None = None
+    """User turns to answer: JSONL with prompt or turns, or a text file with one per line. Without it, an instruct model
+    writes them itself."""
+    num_conversations: int = 20_000
+    """How many user turns are asked."""
+    num_steps: int = 20_000
+    """Training steps, of batch_rows x row_tokens tokens each."""
+    draft_vocab_size: int = 8192
+    """The most frequent tokens, which the head can propose."""
+    max_user_tokens: int = 96
+    """Longest user turn that the model writes."""
+    max_answer_tokens: int = 192
+    """Longest answer."""
+    max_num_seqs: int = 64
+    """Conversations that are generated at the same time."""
+    batch_rows: int = 2
+    """Rows of texts in a batch."""
+    row_tokens: int = 1024
+    """Tokens of a row; longer texts are cut."""
+    num_unrolled: int = 3
+    """Steps that the head is unrolled over its own output in training."""
+    learning_rate: float = 1e-3
+    """At its highest; Adam. It falls to zero over the last fifth of the steps."""
+    dtype: str = "bfloat16"
+    """Of the model; the head is trained in float32."""
+    tensor_parallel_size: int = 1
+    """How many devices of this machine the model and the head are sharded over."""
+    seed: int = 0
+    """Of conversations, order and untrained weights."""
 
 
 @dataclass(frozen=True)
@@ -147,6 +192,7 @@ Command = (
     Annotated[Generate, tyro.conf.subcommand("generate")]
     | Annotated[Bench, tyro.conf.subcommand("bench")]
     | Annotated[Verify, tyro.conf.subcommand("verify")]
+    | Annotated[TrainDraft, tyro.conf.subcommand("train-draft")]
     | Annotated[CompileCheck, tyro.conf.subcommand("compile-check")]
     | Annotated[Fetch, tyro.conf.subcommand("fetch")]
 )
@@ -157,6 +203,8 @@ def main(arguments: list[str] | None = None) -> None:
     if (sys.argv[1:] if arguments is None else arguments) == ["--version"]:
         print(f"spec-jax {__version__}")
         return
+    logging.basicConfig(format="spec-jax: %(message)s", stream=sys.stderr)
+    logging.getLogger("spec_jax").setLevel(logging.INFO)
     gc.disable()  # importing and tracing make millions of objects that stay: collecting takes a second of the start
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's notes about its own cache are not for users
     try:
@@ -170,6 +218,8 @@ def main(arguments: list[str] | None = None) -> None:
                 _bench(command)
             case Verify():
                 _verify(command)
+            case TrainDraft():
+                _train_draft(command)
             case CompileCheck():
                 _compile_check(command)
             case Fetch():
@@ -275,6 +325,13 @@ def _verify(command: Verify) -> None:
     gc.enable()
     if not verify(**vars(command)):
         sys.exit(1)
+
+
+def _train_draft(command: TrainDraft) -> None:
+    from .training import train_draft
+
+    gc.enable()
+    train_draft(**vars(command))
 
 
 def _compile_check(command: CompileCheck) -> None:

@@ -1,6 +1,6 @@
 """What a model, a draft, a cache and an engine are, as frozen values that check themselves."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .errors import UserError
 
@@ -8,7 +8,7 @@ MAX_DRAFT_TOKENS = 16
 MAX_NUM_SEQS = 4096
 _DEFAULT_MODEL_LEN = 8192
 MAX_LOGPROBS = 20  # of the best tokens, as in the OpenAI API and vLLM
-DRAFT_METHODS = ("auto", "ngram", "none")
+NGRAM_MIN_BESIDE_HEAD = 3
 KV_CACHE_DTYPES = ("auto", "fp8")
 
 
@@ -84,29 +84,100 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
+class EagleConfig:
+    """One EAGLE draft head. `layer` is the shape of its decoder layers, its vocabulary that of the target.
+
+    `captured` are the target's layers whose INPUT the head takes, 0 being the embeddings and `num_layers` what comes out of
+    the last one; an EAGLE-1 head takes the normed hidden states instead. The flags are those of the `speculators` format.
+    """
+
+    version: int  # 1 or 3
+    layer: ModelConfig
+    target_hidden_size: int
+    draft_vocab_size: int
+    captured: tuple[int, ...] = ()
+    has_embedding: bool = False
+    has_target_ids: bool = False
+    fc_bias: bool = False
+    fc_norm: bool = False
+    norm_before_fc: bool = False
+    norm_before_residual: bool = False
+    norm_output: bool = False
+
+    @classmethod
+    def for_target(cls, target: ModelConfig, draft_vocab_size: int) -> "EagleConfig":
+        """An EAGLE-3 head of one Llama layer of the target's own sizes, over the three layers that EAGLE-3 takes by default."""
+        n = target.num_layers
+        if n < 6:
+            raise UserError(f"the target has {n} layers: a head takes the hidden states of three of at least 6")
+        if not 1 <= draft_vocab_size <= target.vocab_size:
+            raise UserError(f"draft_vocab_size is {draft_vocab_size}: allowed are 1 to {target.vocab_size}")
+        layer = replace(
+            target, num_layers=1, qkv_bias=False, attention_output_bias=False, mlp_bias=False, qk_norm=False,
+            tie_word_embeddings=False, sliding_window=None, has_kv_scales=False,
+        )  # fmt: skip
+        return cls(
+            version=3, layer=layer, target_hidden_size=target.hidden_size, draft_vocab_size=draft_vocab_size,
+            captured=(2, n // 2, n - 3), has_target_ids=True,
+        )  # fmt: skip
+
+    @property
+    def feature_size(self) -> int:
+        """Channels of the target that one position takes."""
+        return max(len(self.captured), 1) * self.target_hidden_size
+
+
+@dataclass(frozen=True)
 class DraftConfig:
     """Who proposes, and how many tokens per round.
 
-    `num_tokens` 0 is plain decoding. `ngram_min .. ngram_max` is the length of the suffix that must have occurred before.
+    `num_tokens` 0 is plain decoding. `schedule` is how many of them where more sequences run at once: pairs (most sequences,
+    tokens), ascending; beyond the last pair there are no drafts, and without pairs always `num_tokens`.
+    `ngram_min .. ngram_max` is the length of the suffix that must have occurred before;
+    `ngram_max` 0 is no n-grams. Where no suffix did, a `head` proposes, if there is one.
     """
 
     num_tokens: int = 5
     ngram_min: int = 1
     ngram_max: int = 3
+    head: EagleConfig | None = None
+    schedule: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
+        sizes = [size for size, _ in self.schedule]
+        if sizes != sorted(set(sizes)) or any(size < 1 or not 0 <= k <= self.num_tokens for size, k in self.schedule):
+            raise UserError(
+                f"draft schedule {self.schedule} cannot be used: it takes pairs (most sequences, drafts), the sequences "
+                f"ascending, and 0 to {self.num_tokens} drafts"
+            )
         if not 0 <= self.num_tokens <= MAX_DRAFT_TOKENS:
             raise UserError(f"num_draft_tokens is {self.num_tokens}: allowed are 0 (no drafts) to {MAX_DRAFT_TOKENS}")
-        if not 1 <= self.ngram_min <= self.ngram_max:
+        if self.ngram_max and not 1 <= self.ngram_min <= self.ngram_max:
             raise UserError(f"n-gram lengths {self.ngram_min}..{self.ngram_max}: need 1 <= min <= max")
 
     @classmethod
-    def create(cls, method: str, num_draft_tokens: int) -> "DraftConfig":
-        """From what a user types. `auto` is the n-gram drafter as long as no draft head is at hand."""
-        if method not in DRAFT_METHODS:
-            raise UserError(f"draft {method!r} is unknown: allowed are {', '.join(DRAFT_METHODS)}")
-        config = cls(num_tokens=num_draft_tokens)
-        return cls(num_tokens=0) if method == "none" else config
+    def create(
+        cls,
+        num_draft_tokens: int,
+        *,
+        uses_ngrams: bool,
+        head: EagleConfig | None,
+        schedule: tuple[tuple[int, int], ...] = (),
+    ) -> "DraftConfig":
+        """Beside a head, n-grams propose only where the match is long. `num_draft_tokens` 0 is no drafts."""
+        config = cls(num_tokens=num_draft_tokens, schedule=schedule)
+        if num_draft_tokens == 0 or (head is None and not uses_ngrams):
+            return cls(num_tokens=0)
+        if head is None:
+            return config
+        return replace(config, head=head, ngram_min=NGRAM_MIN_BESIDE_HEAD, ngram_max=4 if uses_ngrams else 0)
+
+    def at_load(self, num_seqs: int) -> "DraftConfig":
+        """What drafts `num_seqs` sequences at once."""
+        if not self.schedule:
+            return self
+        tokens = next((k for size, k in self.schedule if num_seqs <= size), 0)
+        return replace(self, num_tokens=tokens, schedule=())
 
 
 @dataclass(frozen=True)

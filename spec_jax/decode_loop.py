@@ -1,7 +1,8 @@
 """The heart: draft, verify, accept, stop, commit, for many rounds, as ONE `lax.while_loop` that the host only starts.
 
 Letters in shapes: B slots, K drafts per round, T rows per slot and pass (the last token and its drafts), L tokens of room
-per slot, N pages per slot, S stop ids, V vocabulary, C most tokens that a burst can commit per slot.
+per slot, N pages per slot, S stop ids, V vocabulary, D hidden size of the draft head, C most tokens that a burst can commit
+per slot.
 """
 
 from dataclasses import dataclass
@@ -13,10 +14,11 @@ import numpy as np
 
 from .cache import PagedCache
 from .config import DraftConfig
-from .drafting import propose_ngram
+from .drafting import follow_target, propose_eagle, propose_ngram
 from .logits_processors import ProcessorState, RowText, process_logits
 from .logprobs import TokenLogprobs, empty_logprobs, token_logprobs
 from .models.decoder import Decoder, Rows
+from .models.eagle import EagleHead, run_target
 from .sampling import SamplingState, sample
 
 Array = jax.Array
@@ -42,6 +44,7 @@ class DecodeState(NamedTuple):
     processors: ProcessorState
     sampling: SamplingState
     wants_logprobs: Array  # [B] bool
+    draft_hidden: Array  # [B, D]: the draft head's output behind the last committed token; D is 0 without a head
     rounds: Array  # [B] int32: passes of the target for this slot
     drafted: Array  # [B] int32: drafts verified
     accepted: Array  # [B, K] int32: drafts committed, by their place in the draft
@@ -81,7 +84,8 @@ class BurstShape:
 
     `row_widths` are the T that a pass may have, ascending, the last one at least K + 1. A round takes the narrowest that
     holds its drafts: on a CPU a row costs time, so a round without drafts runs narrow. On a GPU one width is best.
-    `num_weak_drafts` is how many of the K tokens a weak match, of a single token, may propose. `has_processors`: the program
+    `num_weak_drafts` is how many of the K tokens a weak match, of a single token, may propose. `head_rows` is the rows per
+    slot in the passes of a draft head, of which one counts. `has_processors`: the program
     knows `logits_processors` and log-probabilities; what no slot asks for is not even compiled. `is_constrained`: it takes a
     `Constraint`, and has processors as well.
     """
@@ -92,6 +96,7 @@ class BurstShape:
     rounds_capacity: int
     row_widths: tuple[int, ...]
     num_weak_drafts: int
+    head_rows: int
     has_processors: bool
     is_constrained: bool
 
@@ -103,9 +108,10 @@ def create_state(
     max_stop_ids: int,
     num_draft_tokens: int,
     bad_words_shape: tuple[int, int] = (1, 2),
+    draft_hidden: jax.ShapeDtypeStruct | None = None,
 ) -> DecodeState:
     """All slots empty. `max_length` is L: the longest text, with room for the drafts behind it. `bad_words_shape` is how
-    many bad words of how many tokens a slot can have."""
+    many bad words of how many tokens a slot can have; `draft_hidden` what a draft head keeps for a slot, [D]."""
 
     def full(*shape: int, dtype: type = np.int32, value: float = 0) -> Any:
         return np.full((num_slots, *shape), value, dtype)
@@ -136,6 +142,7 @@ def create_state(
             seed=full(2, dtype=np.uint32),
         ),
         wants_logprobs=full(dtype=np.bool_),
+        draft_hidden=full(0) if draft_hidden is None else full(*draft_hidden.shape, dtype=draft_hidden.dtype),
         rounds=full(),
         drafted=full(),
         accepted=full(num_draft_tokens),
@@ -151,6 +158,7 @@ def decode_burst(
     max_rounds: Array,
     shape: BurstShape,
     constraint: Constraint | None = None,
+    head: EagleHead | None = None,
 ) -> tuple[PagedCache, DecodeState, BurstOutput]:
     """Up to `max_rounds` rounds for the first `num_slots` slots; ends early when none of them can go on.
 
@@ -176,7 +184,7 @@ def decode_burst(
         number, cache, slots, table = carry
         runs = running(number, slots)
         cache, after, logprobs = decode_round(
-            model, cache, slots._replace(active=runs), token_bias, shape, constraint
+            model, cache, slots._replace(active=runs), token_bias, shape, constraint, head
         )  # fmt: skip
         after = after._replace(active=jnp.where(runs, after.active, slots.active))
         place = (slots.length - start, after.length - slots.length)
@@ -188,7 +196,9 @@ def decode_burst(
     _, cache, slots, table = jax.lax.while_loop(goes_on, one, (jnp.int32(0), cache, slots, table))
 
     where = jnp.minimum(start[:, None] + jnp.arange(capacity, dtype=jnp.int32), slots.tokens.shape[1] - 1)
-    proposed, num_proposed = (None, None) if constraint is None else draft(slots, shape)
+    proposed, num_proposed = None, None
+    if constraint is not None:
+        proposed, num_proposed, cache = draft(model, cache, slots, shape, None, head)
     output = BurstOutput(
         tokens=jnp.take_along_axis(slots.tokens, where, axis=1),
         logprobs=table,
@@ -212,28 +222,66 @@ def decode_round(
     token_bias: Array,
     shape: BurstShape,
     constraint: Constraint | None = None,
+    head: EagleHead | None = None,
 ) -> tuple[PagedCache, DecodeState, TokenLogprobs | None]:
     """One round: draft, verify, accept, stop, commit."""
-    drafts, num_drafts = draft(state, shape, constraint)
+    drafts, num_drafts, cache = draft(model, cache, state, shape, constraint, head)
     allowed = None if constraint is None else constraint.allowed
-    cache, targets, logprobs = verify(model, cache, state, drafts, num_drafts, token_bias, shape, allowed)
-    num_agreeing = accept(targets, drafts, num_drafts)
-    num_emitted, finish = stop(targets, num_agreeing + 1, state)
-    return cache, commit(state, targets, num_drafts, num_agreeing, num_emitted, finish), logprobs
+    cache, checked = verify(model, cache, state, drafts, num_drafts, token_bias, shape, allowed, head)
+    num_agreeing = accept(checked.targets, drafts, num_drafts)
+    num_emitted, finish = stop(checked.targets, num_agreeing + 1, state)
+    return cache, commit(state, checked, num_drafts, num_agreeing, num_emitted, finish), checked.logprobs
 
 
-def draft(state: DecodeState, shape: BurstShape, constraint: Constraint | None = None) -> tuple[Array, Array]:
-    """Proposed tokens [B, K], and how many of them are meant, [B]. Never more than the slot may still take."""
-    if shape.draft.num_tokens == 0:
-        return jnp.zeros((state.length.shape[0], 0), jnp.int32), jnp.zeros_like(state.length)
-    drafts, match_length = propose_ngram(state.tokens, state.length, shape.draft)
-    meant = jnp.where(match_length > 1, shape.draft.num_tokens, shape.num_weak_drafts)
-    meant = jnp.where(match_length > 0, meant, 0)
+def draft(
+    model: Decoder,
+    cache: PagedCache,
+    state: DecodeState,
+    shape: BurstShape,
+    constraint: Constraint | None = None,
+    head: EagleHead | None = None,
+) -> tuple[Array, Array, PagedCache]:
+    """Proposed tokens [B, K], how many of them are meant, [B], and the cache with what a head wrote on its way. Never more
+    than the slot may still take.
+
+    A head works in the rounds where some slot has no n-gram to go by; elsewhere its work is skipped.
+    """
+    config, K = shape.draft, shape.draft.num_tokens
+    drafts = jnp.zeros((state.length.shape[0], K), jnp.int32)
+    meant = jnp.zeros_like(state.length)
+    if K == 0:
+        return drafts, meant, cache
+    if config.ngram_max > 0:
+        drafts, match_length = propose_ngram(state.tokens, state.length, config)
+        meant = jnp.where(match_length > 1, K, shape.num_weak_drafts)
+        meant = jnp.where(match_length > 0, meant, 0)
+    if head is not None:
+        wanted = state.active & (meant == 0)
+        if constraint is not None:
+            wanted &= ~constraint.is_constrained
+
+        def propose(cache: PagedCache) -> tuple[Array, PagedCache]:
+            return propose_eagle(
+                model, head, cache, state.draft_hidden, state.length, state.block_tables, wanted, state.sampling,
+                K, shape.head_rows,
+            )  # fmt: skip
+
+        own, cache = jax.lax.cond(jnp.any(wanted), propose, lambda cache: (drafts, cache), cache)
+        drafts = jnp.where(wanted[:, None], own, drafts)
+        meant = jnp.where(wanted & (state.length > 1), K, meant)
     if constraint is not None:
         drafts = jnp.where(constraint.is_constrained[:, None], constraint.drafts, drafts)
         meant = jnp.where(constraint.is_constrained, constraint.num_drafts, meant)
     room = jnp.maximum(state.max_length - state.length - 1, 0)  # the pass itself gives one token more
-    return drafts, jnp.where(state.active, jnp.minimum(meant, room), 0)
+    return drafts, jnp.where(state.active, jnp.minimum(meant, room), 0), cache
+
+
+class Checked(NamedTuple):
+    """What the target says about the last token and its drafts."""
+
+    targets: Array  # [B, K + 1] int32: its sample after each of them
+    logprobs: TokenLogprobs | None  # [B, K + 1]: theirs, where a slot wants them
+    draft_hidden: Array  # [B, K + 1, D]: a head's outputs behind each of the targets
 
 
 def verify(
@@ -245,9 +293,9 @@ def verify(
     token_bias: Array,
     shape: BurstShape,
     allowed: Array | None = None,
-) -> tuple[PagedCache, Array, TokenLogprobs | None]:
-    """One pass of the target over the last token and its drafts; what it samples after each of them, [B, K + 1], and the
-    log-probabilities where a slot wants them.
+    head: EagleHead | None = None,
+) -> tuple[PagedCache, Checked]:
+    """One pass of the target over the last token and its drafts. A head follows at once, over the same rows.
 
     Row i sees the drafts before it. Rows past the agreeing prefix leave KV that the next round overwrites.
     """
@@ -255,13 +303,14 @@ def verify(
     last = jnp.take_along_axis(state.tokens, jnp.maximum(state.length - 1, 0)[:, None], axis=1)
     row_tokens = jnp.concatenate([last, drafts], axis=1)  # [B, K + 1]
 
-    def run(width: int, cache: PagedCache) -> tuple[PagedCache, Array, TokenLogprobs | None]:
+    def run(width: int, cache: PagedCache) -> tuple[PagedCache, Checked]:
         tokens = _fit(row_tokens, width)
         # A slot that has ended stands at the start: its rows cost nothing, and see something.
         first = jnp.where(state.active, jnp.maximum(state.length - 1, 0), 0)
         positions = first[:, None] + jnp.arange(width, dtype=jnp.int32)
         keep = jnp.broadcast_to(state.active[:, None], positions.shape)
-        hidden, cache = model(tokens, Rows(positions, state.block_tables, keep), cache)
+        rows = Rows(positions, state.block_tables, keep)
+        hidden, features, cache = run_target(model, head, tokens, rows, cache)
         logits = model.logits(hidden)
         scores = logits
         if shape.has_processors:
@@ -278,7 +327,10 @@ def verify(
                 lambda: token_logprobs(logits, targets),
                 lambda: empty_logprobs(targets.shape, logits.shape[-1]),
             )
-        return cache, *jax.tree.map(lambda x: _fit(x, K + 1), (targets, logprobs))
+        draft_hidden = jnp.zeros((*targets.shape, 0), state.draft_hidden.dtype)
+        if head is not None:
+            draft_hidden, cache = follow_target(model, head, cache, features, targets, rows)
+        return cache, jax.tree.map(lambda x: _fit(x, K + 1), Checked(targets, logprobs, draft_hidden))
 
     widths = shape.row_widths
     if len(widths) == 1:
@@ -320,14 +372,17 @@ def stop(targets: Array, num_tokens: Array, state: DecodeState) -> tuple[Array, 
 
 
 def commit(
-    state: DecodeState, targets: Array, num_drafts: Array, num_agreeing: Array, num_emitted: Array, finish: Array
+    state: DecodeState, checked: Checked, num_drafts: Array, num_agreeing: Array, num_emitted: Array, finish: Array
 ) -> DecodeState:
     """Appends the emitted tokens and counts. Accepted drafts count only where they were committed."""
-    index = jnp.arange(targets.shape[1] - 1, dtype=jnp.int32)
+    index = jnp.arange(state.accepted.shape[1], dtype=jnp.int32)
     committed_drafts = index < jnp.minimum(num_agreeing, num_emitted)[:, None]
+    last = jnp.maximum(num_emitted - 1, 0)[:, None, None]
+    draft_hidden = jnp.take_along_axis(checked.draft_hidden, last, axis=1)[:, 0]
     return state._replace(
-        tokens=append(state.tokens, targets, state.length, num_emitted),
+        tokens=append(state.tokens, checked.targets, state.length, num_emitted),
         length=state.length + num_emitted,
+        draft_hidden=jnp.where(state.active[:, None], draft_hidden, state.draft_hidden),
         finish=finish,
         active=state.active & (finish == RUNNING),
         rounds=state.rounds + state.active,

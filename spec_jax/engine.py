@@ -4,6 +4,7 @@ The host stays one burst ahead of what it has read: burst n + 1 is on its way be
 device never waits for Python. A slot that ended in burst n is inactive in burst n + 1 and costs nothing there.
 """
 
+import logging
 import time
 import weakref
 from collections.abc import Iterable, Iterator
@@ -22,6 +23,7 @@ from .decode_loop import LENGTH, STOPPED, BurstOutput, Constraint, DecodeState
 from .errors import UserError
 from .handoff import PrefillMesh
 from .models.decoder import Decoder
+from .models.eagle import EagleHead
 from .params import SamplingParams
 from .programs import Program, Programs
 from .request import Request
@@ -30,6 +32,9 @@ from .sharding import ShardingRules
 from .sizes import Sizes
 from .slot_row import check_tokens, filled, needs_bias, slot_row, token_bias
 
+_log = logging.getLogger("spec_jax")
+_DRAFTS_WATCHED = 1000
+_LEAST_ACCEPTED = 0.02  # far below any head that fits, and about what unrelated tokens agree
 _FINISH_REASONS = {STOPPED: "stop", LENGTH: "length"}
 
 
@@ -88,6 +93,7 @@ class Engine:
         self._weights: list[jax.Array] = []
         self._prefilling: Request | None = None
         self._in_flight: _Burst | None = None
+        self._drafted, self._accepted, self._has_warned = 0, 0, False
         self._failed: list[Request] = []  # ended since the last step, by their grammars
         # A device that still computes while Python is torn down would end in a crash: wait for it before.
         weakref.finalize(self, _wait, self._on_device)
@@ -96,9 +102,11 @@ class Engine:
     def has_work(self) -> bool:
         return self.scheduler.has_work or self._in_flight is not None
 
-    def load(self, decoder: Decoder) -> None:
-        """Gives the engine its weights; they must be as its model config and dtype say."""
-        self._weights = jax.tree.leaves(nnx.state(decoder))
+    def load(self, decoder: Decoder, head: EagleHead | None = None) -> None:
+        """Gives the engine its weights; they must be as its configs and dtype say."""
+        self._weights = [
+            x for module in (decoder, head) if module is not None for x in jax.tree.leaves(nnx.state(module))
+        ]
         if self._prefill_mesh is not None:
             self._prefill_mesh.load(self._weights)
 
@@ -212,18 +220,21 @@ class Engine:
         start, count, size = next(self.sizes.chunks(request.num_prefilled, len(text) - 1))
         wants_logprobs = request.lacks_prompt_logprobs
         tokens = filled(text[start : start + count], size)
-        following = filled(text[start + 1 : start + 1 + count], size) if wants_logprobs else None
+        following = filled(text[start + 1 : start + 1 + count], size)
         here = self._on_device
         if self._prefill_mesh is not None:
-            logprobs = self._prefill_mesh.run(request.pages, tokens, following, start, count)
+            output = self._prefill_mesh.run(request.pages, tokens, following, start, count, wants_logprobs)
         else:
             num_pages = self.sizes.page_bucket(start + count)
-            here.cache, logprobs = self.programs.prefill(size, num_pages, wants_logprobs)(
+            here.cache, output = self.programs.prefill(size, num_pages, wants_logprobs)(
                 self._weights, here.cache, tokens, following, np.int32(start), np.int32(count),
                 filled(request.pages, self.sizes.max_pages)[:num_pages],
             )  # fmt: skip
+        request.draft_hidden = output.draft_hidden
         if wants_logprobs:
-            request.append_prompt_logprobs(text[start + 1 : start + 1 + count], jax.tree.map(np.asarray, logprobs))
+            request.append_prompt_logprobs(
+                text[start + 1 : start + 1 + count], jax.tree.map(np.asarray, output.logprobs)
+            )
         request.num_prefilled += count
 
     def _insert(self, request: Request) -> None:
@@ -231,7 +242,8 @@ class Engine:
         if needs_bias(request):
             bias = token_bias(request, self._vocab_size)
             here.token_bias = self.programs.set_bias()(here.token_bias, slot, bias)
-        row = slot_row(request, self.config, self.draft.num_tokens, self._vocab_size, self.sizes.max_pages)
+        row = slot_row(request, self.sizes)
+        request.draft_hidden = None
         here.state = self.programs.insert()(here.state, slot, row)
 
     # --- dispatch -----------------------------------------------------------------------------------------------------
@@ -268,7 +280,7 @@ class Engine:
 
     def _constraint(self, num_slots: int, constrained: dict[int, Request], waiting: set[int]) -> Constraint:
         """Checked drafts and masks for the slots with a grammar. One whose grammar cannot be followed any more ends."""
-        K = self.draft.num_tokens
+        K = self.draft.at_load(self.sizes.num_slots(num_slots)).num_tokens
 
         def full(*shape: int, dtype: type = np.int32, value: int = 0) -> Any:
             return np.full((self.sizes.num_slots(num_slots), *shape), value, dtype)
@@ -315,7 +327,9 @@ class Engine:
             for slot, request in burst.requests.items():
                 if request.is_finished:
                     continue
-                request.counters = (int(out.rounds[slot]), int(out.drafted[slot]), tuple(map(int, out.accepted[slot])))
+                counters = (int(out.rounds[slot]), int(out.drafted[slot]), tuple(map(int, out.accepted[slot])))
+                self._watch_head(counters[1] - request.counters[1], sum(counters[2]) - sum(request.counters[2]))
+                request.counters = counters
                 reason = _FINISH_REASONS.get(int(out.finish[slot]))
                 tokens = out.tokens[slot, : out.num_tokens[slot]].tolist()
                 logprobs = None if out.logprobs is None else jax.tree.map(lambda x, slot=slot: x[slot], out.logprobs)
@@ -327,6 +341,18 @@ class Engine:
                     self._retire(request, on_device=reason is None)
                 changed.append(request)
         return changed
+
+    def _watch_head(self, drafted: int, accepted: int) -> None:
+        """Says once when next to nothing of a head's drafts is what the target says: it may be damaged, or another model's."""
+        self._drafted, self._accepted = self._drafted + drafted, self._accepted + accepted
+        if self.draft.head is None or self._has_warned or self._drafted < _DRAFTS_WATCHED:
+            return
+        if self._accepted < _LEAST_ACCEPTED * self._drafted:
+            self._has_warned = True
+            _log.warning(
+                "the draft head is of no use: %d of its %d drafts were accepted; the text is right all the same. Is it the "
+                "head of this model?", self._accepted, self._drafted,
+            )  # fmt: skip
 
     @contextmanager
     def _all_or_none(self, requests: Iterable[Request]) -> Iterator[None]:

@@ -5,13 +5,13 @@ cache only once they have arrived. The host waits for nothing.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from .cache import PagedCache, create_cache
+from .prefill import PrefillOutput
 from .programs import Program, Programs
 from .sharding import ShardingRules
 from .sizes import Sizes
@@ -28,11 +28,13 @@ class PrefillMesh:
         self._cache = create_cache(self.programs.cache)
         self._weights: list[jax.Array] = []
         self._travelling: list[tuple[PagedCache, np.ndarray]] = []  # pages, and where they belong
+        self._draft_hidden: jax.Array | None = None  # of the newest chunk
 
     @property
     def has_arrived(self) -> bool:
         """Whether `deliver` would wait for nothing."""
-        return all(x.is_ready() for moved, _ in self._travelling for x in jax.tree.leaves(moved))
+        travelling = [moved for moved, _ in self._travelling], self._draft_hidden
+        return all(x.is_ready() for x in jax.tree.leaves(travelling))
 
     def load(self, weights: Sequence[jax.Array]) -> None:
         """A copy of the weights, as this mesh wants them."""
@@ -47,17 +49,23 @@ class PrefillMesh:
         yield self._decode.put_pages(self._num_moved(size))
 
     def run(
-        self, pages: Sequence[int], tokens: np.ndarray, following: np.ndarray | None, start: int, count: int
-    ) -> Any:
+        self,
+        pages: Sequence[int],
+        tokens: np.ndarray,
+        following: np.ndarray,
+        start: int,
+        count: int,
+        has_logprobs: bool,
+    ) -> PrefillOutput:
         """Prefills `tokens[:count]` at `start ..` of a sequence whose pages on the decode mesh are `pages`, and sends them.
 
-        Returns the log-probabilities where `following` asks for them.
+        What a draft head needs of it is sent as well.
         """
         size, page = len(tokens), self.sizes.page_size
         num_pages = self.sizes.page_bucket(start + count)
         local = list(range(1, 1 + self.sizes.max_pages))
-        program = self.programs.prefill(size, num_pages, following is not None)
-        self._cache, logprobs = program(
+        program = self.programs.prefill(size, num_pages, has_logprobs)
+        self._cache, output = program(
             self._weights, self._cache, tokens, following, np.int32(start), np.int32(count),
             np.asarray(local[:num_pages], np.int32),
         )  # fmt: skip
@@ -67,7 +75,11 @@ class PrefillMesh:
         to = self._decode.cache
         moved = jax.tree.map(lambda x, shape: jax.device_put(x, shape.sharding or jax.devices()[0]), moved, to)
         self._travelling.append((moved, filled(pages[touched], n)))
-        return logprobs
+        if output.draft_hidden is not None:
+            place = self._decode.state.draft_hidden.sharding or jax.devices()[0]
+            output = output._replace(draft_hidden=jax.device_put(output.draft_hidden, place))
+        self._draft_hidden = output.draft_hidden
+        return output
 
     def deliver(self, cache: PagedCache) -> PagedCache:
         """Takes the decode mesh's cache and gives it back with all that was sent."""

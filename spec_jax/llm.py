@@ -11,7 +11,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from .checkpoints import open_model
+from .checkpoints import Drafter, HeadFiles, open_drafter, open_model
 from .compilation import quiet_absent_gpu, use_compilation_cache
 from .config import DraftConfig, EngineConfig
 from .engine import Engine
@@ -34,8 +34,11 @@ class LLM:
 
     Args:
       model: built-in name, Hugging Face folder, `.gguf` file, or hub id.
-      draft: who proposes tokens: "auto", "ngram" or "none".
+      draft: who proposes tokens: "auto" (n-grams, and the draft head that comes with the model), "ngram", "eagle" (the head
+        alone), "none", the folder or hub id of an EAGLE head (with n-grams), or "eagle:" and a folder (that head alone).
       num_draft_tokens: proposals per round, 0 to 16.
+      draft_schedule: fewer of them where more sequences run at once, as pairs (most sequences, proposals per round); beyond
+        the last pair there are none. By default what was measured for the machine; `[]` always takes `num_draft_tokens`.
       dtype: of weights and activations: "bfloat16" or "float32".
       kv_cache_dtype: "auto", as `dtype`, or "fp8": float8 e4m3 with one scale per token and head, or with the calibrated
         scales of the checkpoint where it has them. Half the memory of bfloat16; what it costs is in the README.
@@ -60,6 +63,7 @@ class LLM:
         *,
         draft: str = "auto",
         num_draft_tokens: int = 5,
+        draft_schedule: Sequence[tuple[int, int]] | None = None,
         dtype: str = "bfloat16",
         kv_cache_dtype: str = "auto",
         max_model_len: int | None = None,
@@ -73,7 +77,7 @@ class LLM:
         rules: ShardingRules | None = None,
         prefill_mesh: Mesh | None = None,
     ):
-        draft_config = DraftConfig.create(draft, num_draft_tokens)
+        DraftConfig(num_tokens=num_draft_tokens)  # refused before anything is fetched
         if dtype not in DTYPES:
             raise UserError(f"dtype {dtype!r} is unknown: allowed are {', '.join(DTYPES)}")
         quiet_absent_gpu()
@@ -99,7 +103,10 @@ class LLM:
         self._create_engine = partial(
             Engine, files.config, config=engine_config, dtype=dtype, mesh=mesh, rules=rules, prefill_mesh=prefill_mesh
         )
-        self.engine = self._create_engine(draft=draft_config)
+        self._open_drafter = partial(open_drafter, model=model, target=files)
+        self._load_head = partial(HeadFiles.load, dtype=dtype, mesh=mesh, rules=rules)
+        drafter = self._open_drafter(draft)
+        self.engine = self._create_engine(draft=_draft_config(drafter, num_draft_tokens))
         with ThreadPoolExecutor(1) as compiler:
             compiling = []
             length = 0 if warm_up is None else len(self._encode(warm_up, parse_special=False))
@@ -107,8 +114,8 @@ class LLM:
                 programs = self.engine.prepare(length, warm_up_params or SamplingParams(), streams=True)
                 compiling = [compiler.submit(program.compile) for program in programs]
             try:
-                self._decoder = files.load(dtype=dtype, mesh=mesh, rules=rules)
-                self.engine.load(self._decoder)
+                self.decoder = files.load(dtype=dtype, mesh=mesh, rules=rules)
+                self._load_into(self.engine, drafter)
                 for future in compiling:
                     future.result()
             finally:
@@ -116,10 +123,16 @@ class LLM:
 
     def with_draft(self, draft: str, num_draft_tokens: int = 5) -> "LLM":
         """The same model on the same weights with another drafter: an engine and a cache of its own."""
-        other = copy(self)
-        other.engine = self._create_engine(draft=DraftConfig.create(draft, num_draft_tokens))
-        other.engine.load(self._decoder)
+        other, drafter = copy(self), self._open_drafter(draft)
+        other.engine = self._create_engine(draft=_draft_config(drafter, num_draft_tokens))
+        other._load_into(other.engine, drafter)
         return other
+
+    def _load_into(self, engine: Engine, drafter: Drafter) -> None:
+        if engine.draft.head is None or drafter.head is None:
+            engine.load(self.decoder)
+        else:
+            engine.load(self.decoder, self._load_head(drafter.head))
 
     def generate(
         self,
@@ -238,6 +251,11 @@ class LLM:
         if all(_is_id(item) for item in items):
             return [int(item) for item in items]
         raise UserError(f"a prompt is {_PROMPT_KINDS}; this one holds {_kinds(items)}")
+
+
+def _draft_config(drafter: Drafter, num_draft_tokens: int) -> DraftConfig:
+    head = None if drafter.head is None else drafter.head.config
+    return DraftConfig.create(num_draft_tokens, uses_ngrams=drafter.uses_ngrams, head=head)
 
 
 def _output(group: Sequence[Request]) -> RequestOutput:

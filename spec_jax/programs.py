@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from .compilation import compiler_options, matmul_precision
 from .decode_loop import BurstShape, Constraint, decode_burst
 from .models.decoder import Decoder
+from .models.eagle import EagleHead, create_head
 from .models.layers import abstract_weights
 from .prefill import prefill_chunk
 from .sharding import ShardingRules, use_mesh
@@ -59,9 +60,12 @@ class Programs:
         self._mesh, self._dtype = mesh, sizes.dtype
         self._options = compiler_options(mesh)
         self._replicated = None if mesh is None else NamedSharding(mesh, PartitionSpec())
-        graph, weights = nnx.split(Decoder(abstract_weights(sizes.dtype, mesh, rules), sizes.model, rules))
-        self.weights, tree = jax.tree.flatten(weights)
-        self._merge = partial(_merge, graph, tree)
+        source = abstract_weights(sizes.dtype, mesh, rules)
+        head = sizes.draft.head
+        modules = [Decoder(source, sizes.model, rules)] + ([] if head is None else [create_head(source, head, rules)])
+        graphs, states = zip(*(nnx.split(module) for module in modules), strict=True)
+        self.weights, tree = jax.tree.flatten(states)
+        self._merge = partial(_merge, graphs, tree)
         self.cache = sizes.cache(mesh, rules)
         self.state = jax.tree.map(self._whole, jax.eval_shape(sizes.create_state))
         self.token_bias = self._whole(
@@ -74,16 +78,17 @@ class Programs:
         return len(self._known)
 
     def prefill(self, chunk: int, num_pages: int, has_logprobs: bool) -> "Program":
-        """`(weights, cache, tokens [chunk], following [chunk] or None, start, count, block_table [num_pages]) -> (cache,
-        TokenLogprobs or None)`."""
+        """`(weights, cache, tokens [chunk], following [chunk], start, count, block_table [num_pages]) -> (cache,
+        PrefillOutput)`."""
 
         def run(weights, cache, *arguments):
-            return prefill_chunk(self._merge(weights), cache, *arguments)
+            model, head = self._merge(weights)
+            return prefill_chunk(model, cache, *arguments, has_logprobs=has_logprobs, head=head)
 
         row = self._row(chunk)
         return self._get(
             ("prefill", chunk, num_pages, has_logprobs), run, (1,), (self._at(self.cache), self._replicated),
-            self.weights, self.cache, row, row if has_logprobs else None, _SCALAR, _SCALAR, self._row(num_pages),
+            self.weights, self.cache, row, row, _SCALAR, _SCALAR, self._row(num_pages),
         )  # fmt: skip
 
     def take_pages(self, num_pages: int) -> "Program":
@@ -113,7 +118,8 @@ class Programs:
         """`(weights, cache, state, token_bias, max_rounds, Constraint or None) -> (cache, state, BurstOutput)`."""
 
         def run(weights, cache, state, bias, max_rounds, constraint):
-            return decode_burst(self._merge(weights), cache, state, bias, max_rounds, shape, constraint)
+            model, head = self._merge(weights)
+            return decode_burst(model, cache, state, bias, max_rounds, shape, constraint, head)
 
         def array(dtype: Any, *sizes: int) -> Any:
             return jax.ShapeDtypeStruct((shape.num_slots, *sizes), dtype)
@@ -172,5 +178,6 @@ class Programs:
         return jax.ShapeDtypeStruct((size,), jnp.int32)
 
 
-def _merge(graph, tree, leaves) -> Decoder:
-    return nnx.merge(graph, jax.tree.unflatten(tree, leaves))
+def _merge(graphs, tree, leaves) -> tuple[Decoder, EagleHead | None]:
+    model, *head = map(nnx.merge, graphs, jax.tree.unflatten(tree, leaves))
+    return model, head[0] if head else None

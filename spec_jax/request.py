@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .grammar import Grammar
 from .logprobs import TokenLogprobs
@@ -122,6 +122,7 @@ class Request:
     slot: int = -1
     num_prefilled: int = 0
     num_committed: int = 0  # tokens that the device committed; a stop string can leave some of them unused
+    draft_hidden: Any = None  # of a draft head, between prefill and decode
     proposed: list[int] = field(default_factory=list)  # drafts that the grammar has not seen yet
 
     arrived: float = 0.0

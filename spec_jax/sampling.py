@@ -27,17 +27,22 @@ class SamplingState(NamedTuple):
     seed: Array  # [B, 2] uint32, the two words of a 64-bit seed
 
 
-def sample(logits: Array, positions: Array, params: SamplingState) -> Array:
+def sample(
+    logits: Array, positions: Array, params: SamplingState, ids: Array | None = None, vocab_size: int | None = None
+) -> Array:
     """One token per row: `logits` [B, T, V] float32, `positions` [B, T] of the tokens drawn; int32 [B, T].
 
     A slot of temperature 0 takes the best score, ties to the lower id. When every slot does, nothing else is computed.
+    Where the scores are those of some tokens only, `ids` [V] int32 says which of `vocab_size`: each keeps its own noise.
     """
 
     def best(scores: Array) -> Array:
-        return jnp.argmax(scores, axis=-1).astype(jnp.int32)
+        place = jnp.argmax(scores, axis=-1).astype(jnp.int32)
+        return place if ids is None else ids[place]
 
     def drawn() -> Array:
-        noisy = process(logits, params) + gumbel(params.seed, positions, logits.shape[-1])
+        noise = gumbel(params.seed, positions, vocab_size or logits.shape[-1])
+        noisy = process(logits, params) + (noise if ids is None else noise[..., ids])
         is_greedy = (params.temperature == 0)[:, None, None]
         # Behind a barrier: fused into the argmax, the noise's logarithms are computed one by one on a CPU, 3 x slower.
         return best(jax.lax.optimization_barrier(jnp.where(is_greedy, logits, noisy)))

@@ -43,15 +43,23 @@ class Sizes:
 
     def cache(self, mesh: Mesh | None, rules: ShardingRules | None) -> PagedCache:
         """Shapes of the cache."""
-        return abstract_cache(self.model, self.num_pages, self.page_size, self.cache_dtype, mesh, rules)
+        return abstract_cache(
+            self.model, self.num_pages, self.page_size, self.cache_dtype, mesh, rules, self.draft.head
+        )  # fmt: skip
 
     def create_state(self) -> DecodeState:
         """All slots empty."""
         config = self.config
         return create_state(
             config.max_num_seqs, config.max_model_len + self.draft.num_tokens, self.max_pages, config.max_stop_ids,
-            self.draft.num_tokens, (config.max_bad_words, config.max_bad_word_tokens),
+            self.draft.num_tokens, (config.max_bad_words, config.max_bad_word_tokens), self.draft_hidden,
         )  # fmt: skip
+
+    @property
+    def draft_hidden(self) -> jax.ShapeDtypeStruct | None:
+        """What a draft head keeps for a slot, [D]."""
+        head = self.draft.head
+        return None if head is None else jax.ShapeDtypeStruct((head.layer.hidden_size,), jnp.dtype(self.dtype))
 
     def rounds(self, streams: bool) -> int:
         return self.config.rounds_per_burst_streaming if streams else self.config.rounds_per_burst
@@ -83,26 +91,32 @@ class Sizes:
     def burst(self, num_slots: int, longest: int, has_processors: bool, is_constrained: bool) -> BurstShape:
         """The burst for the first `num_slots` slots, none of which holds more than `longest` tokens after it."""
         num_slots = self.num_slots(num_slots)
-        widths = self._row_widths(num_slots)
+        draft = self.draft.at_load(num_slots)
+        widths = self._row_widths(num_slots, draft.num_tokens)
         return BurstShape(
-            draft=self.draft,
+            draft=draft,
             num_slots=num_slots,
             num_pages=self.page_bucket(longest),
             rounds_capacity=max(self.rounds(True), self.rounds(False)),
             row_widths=widths,
-            num_weak_drafts=min(widths[0] - 1, self.draft.num_tokens),
+            num_weak_drafts=min(widths[0] - 1, draft.num_tokens),
+            head_rows=self._least_rows(num_slots),
             has_processors=has_processors,
             is_constrained=is_constrained,
         )
 
-    def _row_widths(self, num_slots: int) -> tuple[int, ...]:
-        """On a CPU rows cost time, so rounds without drafts run narrow; one lone bfloat16 row is pathological there
-        (7 x slower than two: XLA:CPU takes another path for a matrix times a vector), so two are the least."""
-        full = self.draft.num_tokens + 1
+    def _row_widths(self, num_slots: int, num_draft_tokens: int) -> tuple[int, ...]:
+        """On a CPU rows cost time, so rounds without drafts run narrow."""
+        full = num_draft_tokens + 1
         if self.platform != "cpu":
             return (full,)
-        narrow = 2 if num_slots == 1 else 1
+        narrow = self._least_rows(num_slots)
         return (narrow, full) if full > narrow else (narrow,)
+
+    def _least_rows(self, num_slots: int) -> int:
+        """One lone bfloat16 row is pathological on a CPU: 7 x slower than two, as XLA:CPU takes another path for a matrix
+        times a vector."""
+        return 2 if self.platform == "cpu" and num_slots == 1 else 1
 
     def _attention_is_mosaic(self) -> bool:
         model = self.model

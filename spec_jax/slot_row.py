@@ -11,14 +11,18 @@ from .errors import UserError
 from .logits_processors import ProcessorState
 from .request import Request
 from .sampling import SamplingState
+from .sizes import Sizes
 
 
-def slot_row(
-    request: Request, config: EngineConfig, num_draft_tokens: int, vocab_size: int, max_pages: int
-) -> DecodeState:
+def slot_row(request: Request, sizes: Sizes) -> DecodeState:
     """The request as a DecodeState without the slot axis. Its text so far, output included, stands in the cache but for the
     last token."""
-    params, text = request.params, request.tokens
+    params, text, config = request.params, request.tokens, sizes.config
+    num_draft_tokens, vocab_size = sizes.draft.num_tokens, sizes.model.vocab_size
+    hidden = sizes.draft_hidden
+    draft_hidden: Any = request.draft_hidden
+    if draft_hidden is None:  # no head; or a prompt of one token, which has had no prefill and gets no first draft
+        draft_hidden = np.zeros(0 if hidden is None else hidden.shape, np.int32 if hidden is None else hidden.dtype)
     rounds, drafted, accepted = request.counters
 
     def array(value: Any, dtype: type = np.int32) -> Any:
@@ -29,7 +33,7 @@ def slot_row(
         prompt_length=array(len(request.prompt)),
         length=array(len(text)),
         max_length=array(request.max_length),
-        block_tables=filled(request.pages, max_pages),
+        block_tables=filled(request.pages, sizes.max_pages),
         active=array(True, np.bool_),
         finish=array(RUNNING),
         stop_ids=filled(request.stop_ids, config.max_stop_ids, -1),
@@ -50,6 +54,7 @@ def slot_row(
             seed=array([request.seed >> 32, request.seed & 0xFFFFFFFF], np.uint32),
         ),
         wants_logprobs=array(params.logprobs is not None, np.bool_),
+        draft_hidden=draft_hidden,
         rounds=array(rounds),
         drafted=array(drafted),
         accepted=filled(accepted, num_draft_tokens),

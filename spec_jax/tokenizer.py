@@ -57,8 +57,22 @@ class Tokenizer:
                 ids += self.encode(_replace_all(piece, shown), add_special_tokens=False)
         return ids
 
+    def user_prefix(self) -> list[int]:
+        """Token ids of the chat template up to where the user's text begins: what a model continues with a user turn."""
+        mark = chr(_PRIVATE_USE)
+        return self.encode(
+            self._render([{"role": "user", "content": mark}]).split(mark)[0],
+            parse_special=True,
+            add_special_tokens=False,
+        )
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def tokens(self) -> list[str]:
+        """All tokens, in the order of their ids."""
+        vocabulary = self._backend.get_vocab(with_added_tokens=True)
+        return sorted(vocabulary, key=vocabulary.__getitem__)
 
     def to_json(self) -> str:
         """The tokenizer as the text of a `tokenizer.json` (Hugging Face's format)."""

@@ -15,7 +15,7 @@ import jax
 
 from ..cache import bytes_per_token
 from ..checkpoints.huggingface import read_config
-from ..config import DraftConfig, EngineConfig, ModelConfig
+from ..config import DraftConfig, EagleConfig, EngineConfig, ModelConfig
 from ..errors import UserError
 from ..programs import Program, Programs
 from ..shapes import SHAPES
@@ -31,6 +31,8 @@ _RESERVED = 0.08  # of a device's memory: CUDA's own, NCCL's buffers, instantiat
 _GUESSED_TEMPORARIES = 2e9
 _CONTEXTS = (1024, 8192, 32_768)
 _DTYPE = "bfloat16"
+_DRAFTS = ("auto", "ngram", "eagle", "none")
+_DRAFT_VOCABULARY = 32_000  # of published heads
 
 
 def compile_check(
@@ -70,7 +72,7 @@ def compile_check(
     mesh, rules = mesh_of(machine, devices), ShardingRules()
     rules.check(mesh, config)
     engine_config = EngineConfig(max_model_len=max_model_len, max_num_seqs=max_num_seqs, kv_cache_dtype=kv_cache_dtype)
-    drafter = DraftConfig.create(draft, num_draft_tokens)
+    drafter = _drafter(draft, num_draft_tokens, config)
 
     sizes = Sizes(config, drafter, engine_config, _DTYPE, mesh)
     token_bytes = bytes_per_token(config, sizes.cache_dtype) // devices
@@ -118,6 +120,18 @@ def compile_check(
             for context in sorted({min(c, max_model_len) for c in _CONTEXTS})
         ],
     )
+
+
+def _drafter(draft: str, num_draft_tokens: int, target: ModelConfig) -> DraftConfig:
+    """Where a head drafts, it is an EAGLE-3 head of the usual shape, as no weights are read."""
+    if draft not in _DRAFTS:
+        raise UserError(f"draft {draft!r} is unknown: allowed are {', '.join(_DRAFTS)}")
+    head = (
+        EagleConfig.for_target(target, min(target.vocab_size, _DRAFT_VOCABULARY))
+        if draft in ("auto", "eagle")
+        else None
+    )
+    return DraftConfig.create(num_draft_tokens, uses_ngrams=draft in ("auto", "ngram"), head=head)
 
 
 def find_shape(model: str) -> ModelConfig:

@@ -36,9 +36,12 @@ class Attention(nnx.Module):
     one contiguous share of rows, so that tensor parallelism cuts one axis.
     """
 
-    def __init__(self, source: WeightSource, path: str, config: ModelConfig, rules: ShardingRules):
+    def __init__(
+        self, source: WeightSource, path: str, config: ModelConfig, rules: ShardingRules, size_in: int | None = None
+    ):
+        """`size_in` channels come in, where they are not those of the residual stream."""
         K, G, hd, D = config.num_kv_heads, config.queries_per_kv, config.head_dim, config.hidden_size
-        self.qkv = Linear(source, f"{path}.qkv", D, K * (G + 2) * hd, ("heads", "embed"), config.qkv_bias)
+        self.qkv = Linear(source, f"{path}.qkv", size_in or D, K * (G + 2) * hd, ("heads", "embed"), config.qkv_bias)
         self.output = Linear(source, f"{path}.output", K * G * hd, D, ("embed", "heads"), config.attention_output_bias)
         self.q_norm = RMSNorm(source, f"{path}.q_norm", hd, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(source, f"{path}.k_norm", hd, config.rms_norm_eps) if config.qk_norm else None
@@ -52,18 +55,22 @@ class Attention(nnx.Module):
         B, T = rows.positions.shape
         K, G, hd = config.num_kv_heads, config.queries_per_kv, config.head_dim
 
-        qkv = self.qkv(x).reshape(B * T, K, G + 2, hd)
-        q, k, v = qkv[:, :, :G], qkv[:, :, G], qkv[:, :, G + 1]
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = apply_rope(q, *rope), apply_rope(k, *rope)
-
+        q, k, v = self.project(x, rope)
         q, k, v = q.reshape(B, T, K * G, hd), k.reshape(B, T, K, hd), v.reshape(B, T, K, hd)
         scales = {}
         if self.k_scale is not None and self.v_scale is not None:
             scales = {"k_scale": self.k_scale[...], "v_scale": self.v_scale[...]}
         attended, cache = self._by_heads(self._attend)(q, k, v, cache, rows, scales)
         return self.output(attended.reshape(B * T, K * G * hd)), cache
+
+    def project(self, x: Array, rope: tuple[Array, Array]) -> tuple[Array, Array, Array]:
+        """Queries [R, K, G, hd], keys and values [R, K, hd] of `x` [R, in], rotated."""
+        K, G, hd = self.config.num_kv_heads, self.config.queries_per_kv, self.config.head_dim
+        qkv = self.qkv(x).reshape(-1, K, G + 2, hd)
+        q, k, v = qkv[:, :, :G], qkv[:, :, G], qkv[:, :, G + 1]
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return apply_rope(q, *rope), apply_rope(k, *rope), v
 
     def _attend(
         self, q: Array, k: Array, v: Array, cache: LayerCache, rows: Rows, scales: dict[str, Array]
@@ -119,14 +126,19 @@ class Block(nnx.Module):
     `mlp` is any map [R, D] -> [R, D]; a mixture of experts takes its place without another change.
     """
 
-    def __init__(self, source: WeightSource, path: str, config: ModelConfig, rules: ShardingRules):
-        self.attention_norm = RMSNorm(source, f"{path}.attention_norm", config.hidden_size, config.rms_norm_eps)
+    def __init__(
+        self, source: WeightSource, path: str, config: ModelConfig, rules: ShardingRules, norms_input: bool = True
+    ):
+        self.attention_norm = (
+            RMSNorm(source, f"{path}.attention_norm", config.hidden_size, config.rms_norm_eps) if norms_input else None
+        )
         self.attention = Attention(source, f"{path}.attention", config, rules)
         self.mlp_norm = RMSNorm(source, f"{path}.mlp_norm", config.hidden_size, config.rms_norm_eps)
         self.mlp = SwiGLU(source, f"{path}.mlp", config)
 
     def __call__(self, x: Array, rope: tuple[Array, Array], rows: Rows, cache: LayerCache) -> tuple[Array, LayerCache]:
-        attended, cache = self.attention(self.attention_norm(x), rope, rows, cache)
+        normed = x if self.attention_norm is None else self.attention_norm(x)
+        attended, cache = self.attention(normed, rope, rows, cache)
         x = x + attended
         return x + self.mlp(self.mlp_norm(x)), cache
 
@@ -158,14 +170,28 @@ class Decoder(nnx.Module):
 
     def __call__(self, tokens: Array, rows: Rows, cache: PagedCache) -> tuple[Array, PagedCache]:
         """One pass over `tokens` [B, T]; returns the normed hidden states [B, T, D] and the cache with their KV."""
+        hidden, _, cache = self.with_features(tokens, rows, cache, ())
+        return hidden, cache
+
+    def with_features(
+        self, tokens: Array, rows: Rows, cache: PagedCache, captured: tuple[int, ...]
+    ) -> tuple[Array, Array, PagedCache]:
+        """The same pass, and between the two the hidden states [B, T, len(captured) x D] that go into the layers `captured`
+        (`num_layers`: that come out of the last one, not yet normed)."""
         B, T = tokens.shape
-        x = self.embedding[...][tokens.reshape(B * T)]
+        x = self.embed(tokens).reshape(B * T, -1)
         rope = rope_tables(self.config, rows.positions.reshape(B * T))
-        layers = []
+        states, layers = [x], []
         for block, layer_cache in zip(self.layers, cache.layers, strict=True):
             x, layer_cache = _run_block(block, x, rope, rows, layer_cache)
+            states.append(x)
             layers.append(layer_cache)
-        return self.norm(x).reshape(B, T, -1), PagedCache(tuple(layers))
+        features = jnp.concatenate([x[:, :0], *(states[i] for i in captured)], axis=-1)
+        return self.norm(x).reshape(B, T, -1), features.reshape(B, T, -1), cache._replace(layers=tuple(layers))
+
+    def embed(self, tokens: Array) -> Array:
+        """Token ids [B, T] -> [B, T, D]."""
+        return self.embedding[...][tokens]
 
     def logits(self, hidden: Array) -> Array:
         """Hidden states [B, T, D] -> float32 scores [B, T, V]."""

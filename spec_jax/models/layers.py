@@ -35,6 +35,8 @@ def random_weights(seed: int, dtype: jnp.dtype | str) -> WeightSource:
 
     def source(path: str, shape: tuple[int, ...], axes: Axes) -> Array:
         key = jax.random.fold_in(jax.random.key(seed), next(numbers))
+        if path == "target_ids":
+            return jnp.arange(shape[0], dtype=jnp.int32)
         noise = jax.random.normal(key, shape, jnp.float32)
         if not shape:  # a scale of the cache
             return jnp.full(shape, 0.02, weight_dtype(path, dtype))
@@ -45,7 +47,9 @@ def random_weights(seed: int, dtype: jnp.dtype | str) -> WeightSource:
 
 
 def weight_dtype(path: str, dtype: jnp.dtype | str) -> jnp.dtype:
-    """Scales of a quantized cache are float32, everything else is of the model's dtype."""
+    """Scales of a quantized cache are float32, token ids int32, everything else is of the model's dtype."""
+    if path == "target_ids":
+        return jnp.dtype(jnp.int32)
     return jnp.dtype(jnp.float32 if path.endswith("_scale") else dtype)
 
 

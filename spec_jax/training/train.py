@@ -1,0 +1,186 @@
+"""The training loop of an EAGLE-3 head: batches, steps, checkpoints, held-out agreement."""
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from flax import nnx
+
+from ..config import EagleConfig
+from ..models.eagle import Eagle3
+from ..models.layers import abstract_weights
+from .features import FeatureFile, Text
+from .objective import Batch, Weights, unrolled_loss
+from .packing import batches, load
+
+_EVALUATED_STEPS = 5
+_FINAL_SHARE = 0.2  # of all steps, over which the learning rate falls to zero; before that it is constant
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """`num_unrolled` steps of the training-time test, weighted by powers of `decay`; a batch is `rows` rows of `row_tokens`
+    tokens."""
+
+    num_steps: int
+    num_unrolled: int = 3
+    decay: float = 0.8
+    rows: int = 2
+    row_tokens: int = 1024
+    learning_rate: float = 1e-3
+    warmup_steps: int = 50
+    clip: float = 0.5
+    seed: int = 0
+    steps_per_checkpoint: int = 50
+
+
+class Progress(NamedTuple):
+    """At a checkpoint. `acceptance_length` is what per-step agreement on held-out answers gives for a chain of 5 drafts."""
+
+    step: int
+    num_tokens: int  # seen so far, repetitions included
+    loss: float
+    agreement: tuple[float, ...]
+    acceptance_length: float
+    seconds: float
+
+
+def train(
+    head: Eagle3,
+    shared: Weights,
+    file: FeatureFile,
+    texts: Sequence[Text],
+    held_out: Sequence[int],
+    config: TrainConfig,
+    folder: Path,
+) -> Iterator[Progress]:
+    """Trains `head` in place. Goes on from the newest checkpoint in `folder`, exactly as if it had never stopped."""
+    graph, params, rest = nnx.split(head, nnx.Param, ...)  # type: ignore[misc]
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(config.clip), optax.adam(partial(_learning_rate, config), b2=0.95)
+    )  # fmt: skip
+    state = {"params": params, "optimizer": optimizer.init(params), "num_tokens": jnp.zeros((), jnp.int32)}
+    options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
+    with ocp.CheckpointManager(folder.absolute(), options=options) as manager:
+        step = manager.latest_step() or 0
+        if step:
+            state = manager.restore(
+                step, args=ocp.args.StandardRestore(jax.tree.map(ocp.utils.to_shape_dtype_struct, state))
+            )
+            nnx.update(head, state["params"])
+
+        @partial(jax.jit, donate_argnums=0)
+        def update(state: Any, rest: Any, shared: Weights, batch: Batch) -> tuple[Any, Any]:
+            def loss(params: Any) -> Any:
+                return unrolled_loss(
+                    nnx.merge(graph, params, rest), shared, _cast(batch, params), config.num_unrolled, config.decay
+                )
+
+            (_, seen), gradients = jax.value_and_grad(loss, has_aux=True)(state["params"])
+            changes, optimizer_state = optimizer.update(gradients, state["optimizer"], state["params"])
+            num_tokens = state["num_tokens"] + jnp.sum(batch.segments > 0, dtype=jnp.int32)
+            params = optax.apply_updates(state["params"], changes)
+            return {"params": params, "optimizer": optimizer_state, "num_tokens": num_tokens}, seen
+
+        @jax.jit
+        def evaluate(params: Any, rest: Any, shared: Weights, batch: Batch) -> Any:
+            head = nnx.merge(graph, params, rest)
+            return unrolled_loss(head, shared, _cast(batch, params), _EVALUATED_STEPS, 1.0)[1][0]
+
+        kept = set(held_out)
+        chosen = [i for i in range(len(texts)) if i not in kept]
+        order = _endless(texts, chosen, config)
+        for _ in range(step):
+            next(order)
+        losses: list[jax.Array] = []
+        started = time.perf_counter()
+        while step < config.num_steps:
+            batch = load(file, texts, next(order), config.rows, config.row_tokens)
+            state, (_, loss) = update(state, rest, shared, batch)
+            losses.append(loss[0])
+            step += 1
+            if step % config.steps_per_checkpoint == 0 or step == config.num_steps:
+                manager.save(step, args=ocp.args.StandardSave(state))
+                nnx.update(head, state["params"])
+                agreement = _mean([
+                    evaluate(state["params"], rest, shared, load(file, texts, packed, config.rows, config.row_tokens))
+                    for packed in batches(texts, held_out, config.rows, config.row_tokens, 0)
+                ])  # fmt: skip
+                yield Progress(
+                    step, int(state["num_tokens"]), float(np.mean(losses)), tuple(agreement),
+                    1 + float(np.sum(np.cumprod(agreement))), time.perf_counter() - started,
+                )  # fmt: skip
+                losses = []
+
+
+def _mean(values: Sequence[jax.Array]) -> list[float]:
+    return np.mean(np.asarray(values), axis=0).tolist()
+
+
+def _learning_rate(config: TrainConfig, step: jax.Array) -> jax.Array:
+    up = (step + 1) / config.warmup_steps
+    down = (config.num_steps - step) / math.ceil(config.num_steps * _FINAL_SHARE)
+    return config.learning_rate * jnp.minimum(1.0, jnp.minimum(up, down))
+
+
+def _endless(texts: Sequence[Text], chosen: Sequence[int], config: TrainConfig) -> Iterator[list[list[int]]]:
+    for epoch in range(10**9):
+        yield from batches(texts, chosen, config.rows, config.row_tokens, config.seed * 10**9 + epoch)
+
+
+def _cast(batch: Batch, params: Any) -> Batch:
+    """Features in the dtype of the head."""
+    dtype = jax.tree.leaves(params)[0].dtype
+    return batch._replace(features=batch.features.astype(dtype), hidden=batch.hidden.astype(dtype))
+
+
+def new_head(target: Any, config: EagleConfig, draft_ids: np.ndarray, seed: int) -> Eagle3:
+    """An untrained head in float32 that starts from its target: feed-forward, attention and scores are those of the target's
+    last layer, and the features of the highest captured layer pass through."""
+    last, D = target.layers[-1], config.layer.hidden_size
+    noise = np.random.default_rng(seed)
+    scores = target.embedding if target.head is None else target.head
+
+    def source(path: str, shape: tuple[int, ...], axes: Any) -> jax.Array:
+        def near_zero() -> jax.Array:
+            return jnp.asarray(noise.normal(0, 0.02, shape), jnp.float32)
+
+        match path:
+            case "target_ids":
+                return jnp.asarray(draft_ids, jnp.int32)
+            case "head":
+                return scores[...][draft_ids].astype(jnp.float32)
+            case "norm":
+                return target.norm.weight[...].astype(jnp.float32)
+            case "fc":
+                high = jnp.eye(D, shape[1], shape[1] - D) if shape[1] >= D else 0
+                return near_zero() * 0.1 + high
+            case "layers.0.attention.qkv":
+                own = last.attention.qkv.weight[...].astype(jnp.float32)
+                return jnp.concatenate([near_zero()[:, :D], own], axis=1)
+            case "layers.0.attention.output":
+                return last.attention.output.weight[...].astype(jnp.float32)
+            case "layers.0.mlp.gate_up":
+                return last.mlp.gate_up[...].astype(jnp.float32)
+            case "layers.0.mlp.down":
+                return last.mlp.down.weight[...].astype(jnp.float32)
+            case "layers.0.hidden_norm":
+                return last.attention_norm.weight[...].astype(jnp.float32)
+            case "layers.0.mlp_norm":
+                return last.mlp_norm.weight[...].astype(jnp.float32)
+            case "layers.0.embedding_norm":
+                return jnp.ones(shape)
+        raise ValueError(path)
+
+    abstract = Eagle3(abstract_weights("float32"), config)
+    assert jax.tree.leaves(nnx.state(abstract))
+    return Eagle3(source, config)
