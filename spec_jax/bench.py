@@ -114,11 +114,16 @@ def run_bench(
                 answers[draft].append(_ask(llm, question, params))
             progress.advance(asking)
     rows = list(_summarize(questions, answers))
+    costs = {draft: llm.engine.draft_cost() for draft, llm in engines.items()}
     same = sum(len({out.token_ids for out in outs}) == 1 for outs in zip(*answers.values(), strict=True))
     console.print(_table(rows, drafts))
     if len(drafts) > 1:
         console.print(f"{same} of {len(questions)} answers have the same tokens under all drafters")
+    for draft, cost in costs.items():
+        if cost:
+            console.print(f"{draft}: drafting costs {cost:.1%} of the target's pass in a round where all of it works")
     result = {
+        "draft_cost": costs,
         "settings": {
             **{k: str(v) for k, v in model_options.items()},
             "params": asdict(params),

@@ -106,7 +106,7 @@ class EagleConfig:
 
     @classmethod
     def for_target(cls, target: ModelConfig, draft_vocab_size: int) -> "EagleConfig":
-        """An EAGLE-3 head of one Llama layer of the target's own sizes, over the three layers that EAGLE-3 takes by default."""
+        """An EAGLE-3 head of one Llama layer of the target's own sizes, over the three layers that it takes by default."""
         n = target.num_layers
         if n < 6:
             raise UserError(f"the target has {n} layers: a head takes the hidden states of three of at least 6")

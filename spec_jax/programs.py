@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .compilation import compiler_options, matmul_precision
-from .decode_loop import BurstShape, Constraint, decode_burst
+from .decode_loop import BurstShape, Constraint, decode_burst, draft, verify
 from .models.decoder import Decoder
 from .models.eagle import EagleHead, create_head
 from .models.layers import abstract_weights
@@ -132,6 +132,33 @@ class Programs:
         return self._get(
             ("burst", shape), run, (1, 2), (self._at(self.cache), self._at(self.state), self._replicated),
             self.weights, self.cache, self.state, self.token_bias, _SCALAR, constraint if shape.is_constrained else None,
+        )  # fmt: skip
+
+    def round_part(self, shape: BurstShape, part: str) -> "Program":
+        """`(weights, cache, state) -> (cache, Any)`: a piece of one round, to be timed on empty slots.
+
+        "draft" proposes where no n-gram is found; "target" is the target's pass alone; "verify" the same with a head's
+        entries behind it."""
+
+        def run(weights, cache, state):
+            model, head = self._merge(weights)
+            slots = jax.tree.map(lambda x: x[: shape.num_slots], state)
+            full = jnp.full_like(slots.length, shape.draft.num_tokens)
+            slots = slots._replace(
+                tokens=jnp.broadcast_to(jnp.arange(slots.tokens.shape[1], dtype=jnp.int32), slots.tokens.shape),
+                active=full >= 0, length=full + 2, max_length=full + slots.tokens.shape[1],
+                block_tables=slots.block_tables[:, : shape.num_pages],
+            )  # fmt: skip
+            if part == "draft":
+                *proposed, cache = draft(model, cache, slots, shape, None, head)
+                return cache, proposed
+            drafts = slots.tokens[:, : shape.draft.num_tokens]
+            bias = jnp.zeros((shape.num_slots, 0), jnp.float32)
+            return verify(model, cache, slots, drafts, full, bias, shape, None, head if part == "verify" else None)
+
+        return self._get(
+            ("round_part", shape, part), run, (1,), (self._at(self.cache), self._replicated),
+            self.weights, self.cache, self.state,
         )  # fmt: skip
 
     def insert(self) -> "Program":

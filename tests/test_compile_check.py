@@ -164,7 +164,7 @@ def test_what_the_assembler_says_of_kernels():
 
 GOOD = ProgramReport(
     name="burst", compile_s=1.0, command_buffers=1, loop_in_command_buffer=True, thunks_outside={"kCopy": 2},
-    host_transfers=0, launches_per_round=9, collectives_per_round={}, collectives_when_sampling={},
+    host_transfers=0, launches_per_round=9, collectives_per_round={}, launches_when_needed=0, collectives_when_needed={},
     copies_of_weights_or_cache=[], aliased_bytes=10, temporary_bytes=5,
     kernels=[Kernel("paged_attention", 200, 0, 100)],
 )  # fmt: skip

@@ -103,6 +103,7 @@ def make_engine(head: EagleHead | None, k=3, *, ngram_max=0, **options) -> Engin
     draft = DraftConfig(k, ngram_min=2, ngram_max=ngram_max, head=None if head is None else head.config)
     engine = Engine(TINY, draft, config, "float32")
     engine.programs = programs(draft, config)
+    engine.sizes.num_slots = lambda needed: 1 if needed == 1 else 4  # two programs for all batches
     engine.load(target(), head)
     return engine
 
@@ -172,7 +173,7 @@ def slow(*values):
     [
         ("EAGLE-1", 3, 0),
         ("EAGLE-3", 3, 3),
-        ("EAGLE-3 of two layers", 6, 0),
+        slow("EAGLE-3 of two layers", 6, 0),
         *(slow("EAGLE-1", k, 0) for k in (1, 2, 4, 5, 6)),
         *(slow("EAGLE-3", k, 0) for k in (1, 2, 3, 4, 5, 6)),
         *(slow("EAGLE-1", k, 3) for k in (1, 5)),
@@ -217,7 +218,7 @@ def test_after_each_round_the_draft_cache_is_that_of_a_fresh_prefill(name, ngram
 
     run(engine, requests, after_step)
     assert {0, 1, 2, 3} <= seen
-    assert compare.num_compared > 50
+    assert compare.num_compared > 40
 
 
 def test_after_bursts_of_several_rounds_the_draft_cache_is_true_as_well():

@@ -77,6 +77,8 @@ def compile_check(
     sizes = Sizes(config, drafter, engine_config, _DTYPE, mesh)
     token_bytes = bytes_per_token(config, sizes.cache_dtype) // devices
     weight_bytes = _local_bytes(Programs(sizes, mesh, rules).weights)
+    target_sizes = Sizes(config, DraftConfig(num_tokens=0), engine_config, _DTYPE, mesh)
+    head_bytes = weight_bytes - _local_bytes(Programs(target_sizes, mesh, rules).weights)
     usable_bytes = (1 - _RESERVED) * machine.memory_bytes
     room = usable_bytes - weight_bytes
     if num_kv_tokens is None:
@@ -116,7 +118,7 @@ def compile_check(
         kv_tokens_that_fit=max(int((room - state_bytes - temporaries) / token_bytes), 0),
         programs=reports,
         rounds=[
-            _roofline(config, sizes, machine, devices, weight_bytes, context)
+            _roofline(config, sizes, machine, devices, weight_bytes - head_bytes, head_bytes, context)
             for context in sorted({min(c, max_model_len) for c in _CONTEXTS})
         ],
     )
@@ -173,8 +175,9 @@ def _compile(name: str, programs: Programs, lower: Any) -> ProgramReport:
         thunks_outside=dict(thunks.outside(tree)),
         host_transfers=thunks.host_transfers(tree),
         launches_per_round=thunks.num_launches(always),
+        launches_when_needed=thunks.num_launches(sometimes),
         collectives_per_round=dict(thunks.collectives(always)),
-        collectives_when_sampling=dict(thunks.collectives(sometimes)),
+        collectives_when_needed=dict(thunks.collectives(sometimes)),
         copies_of_weights_or_cache=large_copies(hlo, protected),
         aliased_bytes=memory.alias_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,
@@ -200,9 +203,16 @@ def _newest(folder: str, pattern: str) -> str:
 
 
 def _roofline(
-    config: ModelConfig, sizes: Sizes, machine: Target, devices: int, weight_bytes: int, context: int
+    config: ModelConfig,
+    sizes: Sizes,
+    machine: Target,
+    devices: int,
+    weight_bytes: int,
+    head_bytes: int,
+    context: int,
 ) -> Roofline:
-    """Every weight but the embedding table is read once, every key and value of every sequence once."""
+    """Every weight but the embedding table is read once, every key and value of every sequence once; those of a draft head
+    once per draft. N-grams read the texts once per token that they compare."""
     B, T = sizes.config.max_num_seqs, sizes.draft.num_tokens + 1
     table = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size * 2 // devices
     read = weight_bytes - table
@@ -210,7 +220,12 @@ def _roofline(
     attention = 4 * B * T * context * config.num_layers * config.num_heads * config.head_dim / devices
     flops = 2 * B * T * read / 2 + attention  # two bytes a weight, one multiply-add each
     seconds = max((read + kv) / machine.bytes_per_second, flops / machine.flops_per_second)
-    return Roofline(context, read + kv, flops, seconds)
+    drafter = sizes.draft
+    draft: float = B * sizes.config.max_model_len * 4 * drafter.ngram_max if drafter.num_tokens else 0
+    if drafter.head is not None:
+        rows = B * context * bytes_per_token(drafter.head.layer, sizes.cache_dtype) / devices
+        draft += drafter.num_tokens * (head_bytes + rows)
+    return Roofline(context, read + kv, flops, seconds, draft, draft / machine.bytes_per_second)
 
 
 @contextmanager

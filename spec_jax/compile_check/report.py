@@ -19,8 +19,9 @@ class ProgramReport:
     thunks_outside: dict[str, int]
     host_transfers: int
     launches_per_round: int
+    launches_when_needed: int  # besides: a head's drafts, sampling above temperature 0
     collectives_per_round: dict[str, int]
-    collectives_when_sampling: dict[str, int]
+    collectives_when_needed: dict[str, int]
     copies_of_weights_or_cache: list[str]
     aliased_bytes: int
     temporary_bytes: int
@@ -48,12 +49,15 @@ class ProgramReport:
 
 @dataclass(frozen=True)
 class Roofline:
-    """One decode round at full batch: what it must read and compute per device, and the least time that takes."""
+    """One decode round at full batch: what the target's pass must read and compute per device, and the least time that
+    takes; and the same for what drafts besides, in a round where it must."""
 
     context: int
     bytes: float
     flops: float
     seconds: float
+    draft_bytes: float
+    draft_seconds: float
 
 
 @dataclass(frozen=True)
@@ -122,7 +126,8 @@ class Report:
             if p.loop_in_command_buffer is not None:
                 found.append(
                     f"  a round: {p.launches_per_round} launches, collectives: {_counts(p.collectives_per_round)}"
-                    f" (when sampling besides: {_counts(p.collectives_when_sampling)}), "
+                    f"; when a head drafts or a slot samples, at most {p.launches_when_needed} launches more, collectives: "
+                    f"{_counts(p.collectives_when_needed)}; "
                     f"copies of weights or cache: {len(p.copies_of_weights_or_cache)}"
                 )
             found += [
@@ -131,7 +136,7 @@ class Report:
             ]
         found += [
             f"a round at context {r.context}: {_gb(r.bytes)} and {r.flops / 1e12:.2f} TFLOP per device, "
-            f"at least {r.seconds * 1e3:.2f} ms"
+            f"at least {r.seconds * 1e3:.2f} ms; drafts {_gb(r.draft_bytes)}, {r.draft_seconds / r.seconds:.1%} of that time"
             for r in self.rounds
         ]
         return [*found, *(f"FAULT {fault}" for fault in self.faults), f"ok: {'no' if self.faults else 'yes'}"]

@@ -75,7 +75,8 @@ def host_transfers(program: Thunk) -> int:
 
 
 def round_thunks(program: Thunk) -> tuple[list[Thunk], list[Thunk]]:
-    """What the decode loop does in every round, and what only in some branch of it (sampling that no slot may ask for)."""
+    """What the decode loop does in every round, and what only in some branch of it: a head that need not draft,
+    sampling that no slot may ask for."""
     loops = [thunk for thunk in program.walk() if thunk.kind == "kWhile"]
     if not loops:
         return [], []
