@@ -24,10 +24,11 @@ from spec_jax.verify import score_gap
 class Arguments:
     dataset: Path
     model: str = "smollm2-135m"
+    draft: str = "auto"
     dtype: str = "float32"
     num_questions: int = 40
     max_tokens: int = 128
-    draft_tokens: tuple[int, ...] = (1, 3, 5)
+    draft_tokens: tuple[int, ...] = (1, 2, 3, 4, 5, 6)
     batch_sizes: tuple[int, ...] = (1, 4)
     temperatures: tuple[float, ...] = (0.0, 0.8)
     output: Path = Path("bench-results/lossless")
@@ -67,13 +68,16 @@ def spread(questions: list[Question], count: int) -> list[Question]:
 def answers(args: Arguments, questions: list[Question], k: int, batch: int, temperature: float) -> list[list[int]]:
     """Token ids of every answer, computed once and kept."""
     asked = hashlib.sha256(json.dumps([q.text for q in questions]).encode()).hexdigest()[:8]
-    name = f"{Path(args.model).name}-{asked}-{args.dtype}-k{k}-b{batch}-t{temperature}-m{args.max_tokens}.json"
+    drafter = args.draft.replace("/", "_") if k else "none"
+    name = (
+        f"{Path(args.model).name}-{asked}-{args.dtype}-{drafter}-k{k}-b{batch}-t{temperature}-m{args.max_tokens}.json"
+    )
     path = args.output / name
     if path.exists():
         return json.loads(path.read_text())
     llm = LLM(
-        args.model, draft="ngram" if k else "none", num_draft_tokens=k, dtype=args.dtype, max_num_seqs=batch,
-        max_model_len=4096, num_kv_tokens=8192,
+        args.model, draft=args.draft if k else "none", num_draft_tokens=k, draft_schedule=[],
+        dtype=args.dtype, max_num_seqs=batch, max_model_len=4096, num_kv_tokens=8192,
     )  # fmt: skip
     outputs = llm.generate([q.prompt for q in questions], [params(args, q, temperature) for q in questions])
     ids = [list(output.token_ids) for output in outputs]

@@ -134,7 +134,7 @@ class TrainDraft:
     """Longest answer."""
     max_num_seqs: int = 64
     """Conversations that are generated at the same time."""
-    batch_rows: int = 2
+    batch_rows: int = 1
     """Rows of texts in a batch."""
     row_tokens: int = 1024
     """Tokens of a row; longer texts are cut."""

@@ -13,13 +13,13 @@ from jax.sharding import Mesh
 
 from .checkpoints import Drafter, HeadFiles, open_drafter, open_model
 from .compilation import quiet_absent_gpu, use_compilation_cache
-from .config import DraftConfig, EngineConfig
+from .config import DraftConfig, EngineConfig, default_schedule
 from .engine import Engine
 from .errors import UserError
 from .grammar import Grammar, GrammarCompiler
 from .params import SamplingParams
 from .request import Request, RequestOutput
-from .sharding import ShardingRules, tensor_parallel_mesh
+from .sharding import ShardingRules, target_device, tensor_parallel_mesh
 from .tokenizer import ChatMessage
 
 Prompt = str | Sequence[int] | Sequence[ChatMessage]
@@ -88,6 +88,7 @@ class LLM:
             mesh = tensor_parallel_mesh(tensor_parallel_size)
         files = open_model(model)
         mesh = (rules or ShardingRules()).usable(mesh, files.config)
+        self.mesh = mesh
         self.config = files.config
         self.tokenizer = files.tokenizer
         engine_config = EngineConfig(
@@ -106,7 +107,8 @@ class LLM:
         self._open_drafter = partial(open_drafter, model=model, target=files)
         self._load_head = partial(HeadFiles.load, dtype=dtype, mesh=mesh, rules=rules)
         drafter = self._open_drafter(draft)
-        self.engine = self._create_engine(draft=_draft_config(drafter, num_draft_tokens))
+        self._draft_schedule = draft_schedule
+        self.engine = self._create_engine(draft=self._draft_config(drafter, num_draft_tokens))
         with ThreadPoolExecutor(1) as compiler:
             compiling = []
             length = 0 if warm_up is None else len(self._encode(warm_up, parse_special=False))
@@ -124,9 +126,22 @@ class LLM:
     def with_draft(self, draft: str, num_draft_tokens: int = 5) -> "LLM":
         """The same model on the same weights with another drafter: an engine and a cache of its own."""
         other, drafter = copy(self), self._open_drafter(draft)
-        other.engine = self._create_engine(draft=_draft_config(drafter, num_draft_tokens))
+        other.engine = self._create_engine(draft=self._draft_config(drafter, num_draft_tokens))
         other._load_into(other.engine, drafter)
         return other
+
+    def _draft_config(self, drafter: Drafter, num_draft_tokens: int) -> DraftConfig:
+        schedule = self._draft_schedule
+        if schedule is None:
+            schedule = default_schedule(target_device(self.mesh).platform, num_draft_tokens)
+        head = None if drafter.head is None else drafter.head.config
+        try:
+            pairs = tuple((int(size), int(k)) for size, k in schedule)
+        except (TypeError, ValueError):
+            raise UserError(
+                f"draft_schedule is {schedule!r}: give pairs (most sequences, proposals per round)"
+            ) from None
+        return DraftConfig.create(num_draft_tokens, uses_ngrams=drafter.uses_ngrams, head=head, schedule=pairs)
 
     def _load_into(self, engine: Engine, drafter: Drafter) -> None:
         if engine.draft.head is None or drafter.head is None:
@@ -251,11 +266,6 @@ class LLM:
         if all(_is_id(item) for item in items):
             return [int(item) for item in items]
         raise UserError(f"a prompt is {_PROMPT_KINDS}; this one holds {_kinds(items)}")
-
-
-def _draft_config(drafter: Drafter, num_draft_tokens: int) -> DraftConfig:
-    head = None if drafter.head is None else drafter.head.config
-    return DraftConfig.create(num_draft_tokens, uses_ngrams=drafter.uses_ngrams, head=head)
 
 
 def _output(group: Sequence[Request]) -> RequestOutput:

@@ -48,13 +48,20 @@ class ReferenceModel:
         self.w = {name: value.astype(np.float64) for name, value in hf_weights(decoder).items()}
 
     def logits(self, tokens: list[int]) -> np.ndarray:  # [len(tokens), V]
-        c, w, n = self.config, self.w, len(tokens)
+        w = self.w
+        return self.normed(tokens) @ w.get("lm_head.weight", w["model.embed_tokens.weight"]).T
+
+    def normed(self, tokens: list[int]) -> np.ndarray:
+        """The hidden states [len(tokens), D] that are scored."""
+        return self._norm(self.states(tokens)[-1], self.w["model.norm.weight"])
+
+    def states(self, tokens: list[int]) -> list[np.ndarray]:
+        """The hidden states [len(tokens), D] that go into each layer, and those that come out of the last one."""
+        c, w, n, norm = self.config, self.w, len(tokens), self._norm
         x = w["model.embed_tokens.weight"][tokens]
+        states = [x]
         angles = np.arange(n)[:, None] * c.rope_theta ** (-np.arange(0, c.head_dim, 2) / c.head_dim)
         cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
-
-        def norm(x, weight):
-            return x / np.sqrt(np.mean(x * x, -1, keepdims=True) + c.rms_norm_eps) * weight
 
         def rope(x):
             a, b = np.split(x, 2, -1)
@@ -74,7 +81,11 @@ class ReferenceModel:
             h = norm(x, p["post_attention_layernorm.weight"])
             gate, up = h @ p["mlp.gate_proj.weight"].T, h @ p["mlp.up_proj.weight"].T
             x = x + (gate / (1 + np.exp(-gate)) * up) @ p["mlp.down_proj.weight"].T
-        return norm(x, w["model.norm.weight"]) @ w.get("lm_head.weight", w["model.embed_tokens.weight"]).T
+            states.append(x)
+        return states
+
+    def _norm(self, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+        return x / np.sqrt(np.mean(x * x, -1, keepdims=True) + self.config.rms_norm_eps) * weight
 
     def greedy(self, prompt: list[int], max_tokens: int, stop_ids: tuple[int, ...] = ()) -> list[int]:
         text = list(prompt)

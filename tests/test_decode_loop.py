@@ -41,7 +41,7 @@ def run(scripts, prompts, *, k=3, max_tokens=20, stop_ids=(EOS,), rounds=40, wid
         active=jnp.ones(len(prompts), bool), stop_ids=jnp.array(stops),
     )  # fmt: skip
     draft = DraftConfig(num_tokens=k, ngram_min=ngram_min)
-    shape = BurstShape(draft, len(prompts), 4, rounds, widths or (k + 1,), k if weak is None else weak, False, False)
+    shape = BurstShape(draft, len(prompts), 4, rounds, widths or (k + 1,), k if weak is None else weak, 1, False, False)
     no_bias = jnp.zeros((len(prompts), V), jnp.float32)
     _, state, out = decode_burst(ScriptedModel(*scripts), PagedCache(()), state, no_bias, jnp.int32(rounds), shape)
     outputs = [np.asarray(out.tokens[b, : out.num_tokens[b]]).tolist() for b in range(len(prompts))]

@@ -12,7 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from spec_jax import LLM, SamplingParams, UserError
 from spec_jax.cache import abstract_cache, create_cache
+from spec_jax.checkpoints.eagle import LAYER_IDS
 from spec_jax.config import DraftConfig, EagleConfig, EngineConfig
 from spec_jax.engine import Engine
 from spec_jax.grammar import GrammarCompiler
@@ -22,6 +24,7 @@ from spec_jax.models.layers import random_weights
 from spec_jax.prefill import prefill_chunk
 from spec_jax.programs import Programs
 from spec_jax.request import Request
+from tests.checkpoints.test_eagle import write_original
 from tests.conftest import TINY
 from tests.test_engine import PROMPTS, TOKENIZER, assert_empty, make_request
 
@@ -319,8 +322,8 @@ def test_a_preempted_request_disturbs_nobody_and_nobody_it():
 
 def test_with_a_float8_cache_the_text_is_that_of_plain_decoding_on_one():
     engine = make_engine(agreeing_head("EAGLE-3"), kv_cache_dtype="fp8")
-    requests = make_requests(engine, temperature=0.8)
-    assert run(engine, requests) == plain_texts(temperature=0.8, kv_cache_dtype="fp8")
+    requests = make_requests(engine, PROMPTS[3:4], temperature=0.8)
+    assert run(engine, requests) == plain_texts(PROMPTS[3:4], temperature=0.8, kv_cache_dtype="fp8")
     assert accepted(requests) > 0
     assert engine._on_device.cache.draft[0].k.values.dtype == jnp.uint8
 
@@ -355,7 +358,7 @@ def test_a_text_with_a_grammar_is_the_same_and_so_are_those_beside_it(temperatur
     texts = []
     for engine in (make_engine(None, 0), make_engine(head, ngram_max=3)):
         requests = [make_constrained(engine, i, temperature=temperature, **g) for i, g in enumerate(GRAMMARS)]
-        requests += make_requests(engine, PROMPTS[:2], temperature=temperature)
+        requests += make_requests(engine, PROMPTS[:2], temperature=temperature, max_tokens=80)
         compare = TrueCache(engine, head) if engine.draft.head else lambda: None
         texts.append(run(engine, requests, compare))
     assert texts[0] == texts[1]
@@ -365,11 +368,56 @@ def test_a_text_with_a_grammar_is_the_same_and_so_are_those_beside_it(temperatur
 def test_a_grammar_survives_preemption_beside_a_head():
     engine = make_engine(agreeing_head("EAGLE-3"), ngram_max=3)
     whole, interrupted = (make_constrained(engine, 1, temperature=0.8, **GRAMMARS[1]) for _ in range(2))
-    run(engine, [whole, *make_requests(engine, PROMPTS[:3])])
+    run(engine, [whole, *make_requests(engine, PROMPTS[:3], max_tokens=80)])
     steps = iter(range(1000))
     run(
         engine,
-        [interrupted, *make_requests(engine, PROMPTS[:3])],
+        [interrupted, *make_requests(engine, PROMPTS[:3], max_tokens=80)],
         lambda: engine.preempt(interrupted) if next(steps) in (1, 3) else None,
     )
     assert interrupted.output == whole.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["EAGLE-1", "EAGLE-3"])
+def test_a_prompt_from_another_device_brings_the_draft_cache_with_it(name):
+    head, config = agreeing_head(name), make_engine(None, 0).config
+    draft = DraftConfig(3, ngram_max=0, head=head.config)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[1:2]), ("tp",))
+    engine = Engine(TINY, draft, config, "float32", prefill_mesh=mesh)
+    engine.load(target(), head)
+    compare = TrueCache(engine, head)
+    assert run(engine, make_requests(engine), compare) == plain_texts()
+    assert compare.num_compared > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "number"),
+    [
+        ({"draft_vocab_size": 201}, "201"),
+        ({"layer": replace(LAYER, vocab_size=260, num_heads=3, num_kv_heads=3)}, "3"),
+        ({"layer": replace(LAYER, vocab_size=260, ffn_size=41)}, "41"),
+    ],
+)
+def test_a_head_that_does_not_divide_over_the_devices_is_refused(change, number):
+    whole, mesh = replace(TINY, vocab_size=260), jax.sharding.Mesh(np.array(jax.devices()[:2]), ("tp",))
+    head = replace(EAGLE3, **({"layer": replace(LAYER, vocab_size=260)} | change))
+    with pytest.raises(UserError, match=f"{number} does not divide over 2 devices"):
+        Engine(whole, DraftConfig(3, head=head), make_engine(None, 0).config, "float32", mesh=mesh)
+
+
+@pytest.mark.slow
+def test_a_head_from_a_folder_leaves_the_texts_of_llm_as_they_are(tiny_folder, tmp_path):
+    config = replace(EAGLE3, captured=(1, 2, 0), has_embedding=True)
+    folder = write_original(tmp_path / "head", config, eagle_config={LAYER_IDS: [0, 1, -1]})
+    llm = LLM(str(tiny_folder), draft=f"eagle:{folder}", num_draft_tokens=3, dtype="float32", max_num_seqs=2)
+    params = SamplingParams(max_tokens=30, temperature=0.8, seed=4, logprobs=2)
+    prompts = ["a", "abc abc abc", "naïve 🙂"]
+    drafted, plain = llm.generate(prompts, params), llm.with_draft("none").generate(prompts, params)
+    assert [output.token_ids for output in drafted] == [output.token_ids for output in plain]
+    assert sum(output.stats.drafted for output in drafted) > 0
+    assert sum(output.stats.drafted for output in plain) == 0
+    for ours, theirs in zip(drafted, plain, strict=True):
+        for a, b in zip(ours.logprobs, theirs.logprobs, strict=True):
+            assert list(a) == list(b)
+            np.testing.assert_allclose([x.logprob for x in a.values()], [x.logprob for x in b.values()], atol=1e-4)

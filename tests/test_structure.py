@@ -28,7 +28,7 @@ def burst(request, tiny_decoder):
     cache = create_cache(abstract_cache(config, 2049, 16, jnp.bfloat16))
     state = create_state(2, 300, 16, 4, 5)
     is_constrained = request.param == "constrained"
-    shape = BurstShape(DraftConfig(num_tokens=5), 2, 16, 8, (1, 6), 0, request.param != "plain", is_constrained)
+    shape = BurstShape(DraftConfig(num_tokens=5), 2, 16, 8, (1, 6), 0, 1, request.param != "plain", is_constrained)
     bias = jnp.zeros((2, config.vocab_size), jnp.float32)
     host = constraint(2, 5, config.vocab_size) if is_constrained else None
 

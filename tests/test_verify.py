@@ -38,19 +38,20 @@ def keep_the_drafts_own_sample(right):
     """Where the first draft is rejected, it is emitted all the same."""
 
     def verify(model, cache, state, drafts, num_drafts, *rest):
-        cache, targets, logprobs = right(model, cache, state, drafts, num_drafts, *rest)
+        cache, checked = right(model, cache, state, drafts, num_drafts, *rest)
         if drafts.shape[1] == 0:
-            return cache, targets, logprobs
-        first = jnp.where(num_drafts > 0, drafts[:, 0], targets[:, 0])
-        return cache, targets.at[:, 0].set(first), logprobs
+            return cache, checked
+        first = jnp.where(num_drafts > 0, drafts[:, 0], checked.targets[:, 0])
+        return cache, checked._replace(targets=checked.targets.at[:, 0].set(first))
 
     return verify
 
 
 def read_the_row_before(right):
     def verify(*arguments):
-        cache, targets, logprobs = right(*arguments)
-        return cache, jnp.concatenate([targets[:, :1], targets[:, :-1]], axis=1), logprobs
+        cache, checked = right(*arguments)
+        shifted = jnp.concatenate([checked.targets[:, :1], checked.targets[:, :-1]], axis=1)
+        return cache, checked._replace(targets=shifted)
 
     return verify
 

@@ -176,7 +176,8 @@ def run_target(
 ) -> tuple[Array, Array, PagedCache]:
     """A pass of the target that gives what `head` takes: `(hidden [B, T, D], features [B, T, W], cache)`.
 
-    EAGLE-1 takes the normed hidden states themselves."""
-    captured = () if head is None else head.config.captured
-    hidden, features, cache = target.with_features(tokens, rows, cache, captured)
-    return hidden, hidden if head is not None and head.config.version == 1 else features, cache
+    EAGLE-1 takes the normed hidden states themselves; without a head nobody reads the features."""
+    if head is None or head.config.version == 1:
+        hidden, cache = target(tokens, rows, cache)
+        return hidden, hidden, cache
+    return target.with_features(tokens, rows, cache, head.config.captured)

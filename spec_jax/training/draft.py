@@ -14,6 +14,7 @@ from ..checkpoints import export_head
 from ..config import EagleConfig, ModelConfig
 from ..errors import UserError
 from ..llm import LLM
+from ..sharding import use_mesh
 from .conversations import Conversation, read_conversations, read_prompts, write_conversations
 from .features import FeatureFile, Text, make_texts
 from .objective import Weights
@@ -33,7 +34,7 @@ def train_draft(
     max_user_tokens: int = 96,
     max_answer_tokens: int = 192,
     max_num_seqs: int = 64,
-    batch_rows: int = 2,
+    batch_rows: int = 1,
     row_tokens: int = 1024,
     num_unrolled: int = 3,
     learning_rate: float = 1e-3,
@@ -99,13 +100,27 @@ def train_draft(
             f"{len(conversations)} conversations are too few to train on: at least {_EVERY_HELD_OUT} are needed"
         )
 
+    with use_mesh(llm.mesh):
+        _train_on(llm, conversations, draft_vocab_size, config, output, console)
+    return output
+
+
+def _train_on(
+    llm: LLM,
+    conversations: Sequence[Conversation],
+    draft_vocab_size: int,
+    config: TrainConfig,
+    output: Path,
+    console: Console,
+) -> None:
+    work = output / "work"
     head_config = EagleConfig.for_target(llm.config, draft_vocab_size)
     draft_ids = draft_vocabulary(conversations, llm.config, draft_vocab_size)
     texts = make_texts(conversations, config.row_tokens)
     file = FeatureFile(work / "features.bin", texts, head_config)
     for done in file.fill(llm.decoder, head_config):
         console.print(f"hidden states of {done} of {len(texts)} texts")
-    head = new_head(llm.decoder, head_config, draft_ids, config.seed)
+    head = new_head(llm.decoder, head_config, draft_ids, config.seed, llm.mesh)
     places = np.full(llm.config.vocab_size, -1, np.int32)
     places[draft_ids] = np.arange(len(draft_ids))
     embedding = llm.decoder.embedding[...].astype(jnp.float32)
@@ -118,7 +133,6 @@ def train_draft(
         with history.open("a", encoding="utf-8") as lines:
             lines.write(json.dumps(progress._asdict()) + "\n")
         export_head(head, llm.config, llm.tokenizer, output)
-    return output
 
 
 def draft_vocabulary(conversations: Sequence[Conversation], target: ModelConfig, size: int) -> np.ndarray:

@@ -14,10 +14,12 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 from flax import nnx
+from jax.sharding import Mesh
 
 from ..config import EagleConfig
+from ..models.decoder import Decoder
 from ..models.eagle import Eagle3
-from ..models.layers import abstract_weights
+from ..sharding import Axes, ShardingRules, place
 from .features import FeatureFile, Text
 from .objective import Batch, Weights, unrolled_loss
 from .packing import batches, load
@@ -29,12 +31,13 @@ _FINAL_SHARE = 0.2  # of all steps, over which the learning rate falls to zero; 
 @dataclass(frozen=True)
 class TrainConfig:
     """`num_unrolled` steps of the training-time test, weighted by powers of `decay`; a batch is `rows` rows of `row_tokens`
-    tokens."""
+    tokens. The test is unrolled once in the first part of the training, twice in the second, and so on in equal parts: a
+    step costs what it unrolls, and the first draft must be good before others follow it."""
 
     num_steps: int
     num_unrolled: int = 3
     decay: float = 0.8
-    rows: int = 2
+    rows: int = 1
     row_tokens: int = 1024
     learning_rate: float = 1e-3
     warmup_steps: int = 50
@@ -78,11 +81,11 @@ def train(
             )
             nnx.update(head, state["params"])
 
-        @partial(jax.jit, donate_argnums=0)
-        def update(state: Any, rest: Any, shared: Weights, batch: Batch) -> tuple[Any, Any]:
+        @partial(jax.jit, donate_argnums=0, static_argnums=4)
+        def update(state: Any, rest: Any, shared: Weights, batch: Batch, num_unrolled: int) -> tuple[Any, Any]:
             def loss(params: Any) -> Any:
                 return unrolled_loss(
-                    nnx.merge(graph, params, rest), shared, _cast(batch, params), config.num_unrolled, config.decay
+                    nnx.merge(graph, params, rest), shared, _cast(batch, params), num_unrolled, config.decay
                 )
 
             (_, seen), gradients = jax.value_and_grad(loss, has_aux=True)(state["params"])
@@ -105,7 +108,8 @@ def train(
         started = time.perf_counter()
         while step < config.num_steps:
             batch = load(file, texts, next(order), config.rows, config.row_tokens)
-            state, (_, loss) = update(state, rest, shared, batch)
+            num_unrolled = 1 + step * config.num_unrolled // config.num_steps
+            state, (_, loss) = update(state, rest, shared, batch, num_unrolled)
             losses.append(loss[0])
             step += 1
             if step % config.steps_per_checkpoint == 0 or step == config.num_steps:
@@ -143,14 +147,17 @@ def _cast(batch: Batch, params: Any) -> Batch:
     return batch._replace(features=batch.features.astype(dtype), hidden=batch.hidden.astype(dtype))
 
 
-def new_head(target: Any, config: EagleConfig, draft_ids: np.ndarray, seed: int) -> Eagle3:
+def new_head(
+    target: Decoder, config: EagleConfig, draft_ids: np.ndarray, seed: int, mesh: Mesh | None = None
+) -> Eagle3:
     """An untrained head in float32 that starts from its target: feed-forward, attention and scores are those of the target's
     last layer, and the features of the highest captured layer pass through."""
-    last, D = target.layers[-1], config.layer.hidden_size
+    last: Any = target.layers[-1]
+    D, rules = config.layer.hidden_size, ShardingRules()
     noise = np.random.default_rng(seed)
     scores = target.embedding if target.head is None else target.head
 
-    def source(path: str, shape: tuple[int, ...], axes: Any) -> jax.Array:
+    def value(path: str, shape: tuple[int, ...]) -> jax.Array:
         def near_zero() -> jax.Array:
             return jnp.asarray(noise.normal(0, 0.02, shape), jnp.float32)
 
@@ -181,6 +188,7 @@ def new_head(target: Any, config: EagleConfig, draft_ids: np.ndarray, seed: int)
                 return jnp.ones(shape)
         raise ValueError(path)
 
-    abstract = Eagle3(abstract_weights("float32"), config)
-    assert jax.tree.leaves(nnx.state(abstract))
-    return Eagle3(source, config)
+    def source(path: str, shape: tuple[int, ...], axes: Axes) -> jax.Array:
+        return place(np.asarray(value(path, shape)), axes, mesh, rules)
+
+    return Eagle3(source, config, rules)
