@@ -44,14 +44,15 @@ def open_drafter(draft: str, model: str, target: ModelFiles) -> Drafter:
 
 
 def _find(name: str, draft: str) -> Path:
+    known = f"allowed are {', '.join(METHODS)}, or a folder with a head"
+    if not name.strip() or name in BUILTIN_MODELS:
+        raise UserError(f"draft {draft!r} is unknown: {known}")
     try:
         path = resolve(name)
     except UserError as error:
         if "/" in name and not Path(name).expanduser().exists():
             raise  # a hub id that could not be fetched
-        raise UserError(
-            f"draft {draft!r} is unknown: allowed are {', '.join(METHODS)}, or a folder with a head"
-        ) from error
+        raise UserError(f"draft {draft!r} is unknown: {known}") from error
     if not path.is_dir():
-        raise UserError(f"draft {draft!r} is no folder: allowed are {', '.join(METHODS)}, or a folder with a head")
+        raise UserError(f"draft {draft!r} is no folder: {known}")
     return path

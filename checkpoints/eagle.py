@@ -133,7 +133,12 @@ def _read_config(
             raise UserError(f"{folder} {what}: supported are EAGLE-1 and EAGLE-3 heads")
     layer = _layer_config(layer_raw, reader, target, folder)
     D = layer.hidden_size
-    is_eagle3 = "layers.0.hidden_norm.weight" in reader or "lm_head.weight" in reader or "d2t" in reader
+    # An EAGLE-1 file may hold a copy of the target's lm_head; but its attention takes D channels, not 2 D.
+    is_eagle3 = (
+        "layers.0.hidden_norm.weight" in reader
+        or "d2t" in reader
+        or reader.shape("layers.0.self_attn.q_proj.weight")[-1] == 2 * D
+    )
     given = raw.get("target_hidden_size") or layer_raw.get("target_hidden_size") or D
     if given != target.hidden_size:
         raise UserError(f"{folder} is for a target of hidden size {given}, this one has {target.hidden_size}")
@@ -206,6 +211,7 @@ def _flag(raw: dict[str, Any], layer_raw: dict[str, Any], name: str) -> bool:
 def _layer_config(raw: dict[str, Any], reader: _HeadReader, target: ModelConfig, folder: Path) -> ModelConfig:
     rope = raw.get("rope_parameters") or {**(raw.get("rope_scaling") or {}), "rope_theta": raw.get("rope_theta", 1e4)}
     layer = "layers.0.self_attn."
+    has_window = raw.get("use_sliding_window") or set(raw.get("layer_types") or ()) == {"sliding_attention"}
     if raw.get("hidden_act", "silu") != "silu":
         raise UserError(f"{folder}: activation {raw['hidden_act']!r} is not supported; supported: silu")
     config = ModelConfig(
@@ -224,6 +230,7 @@ def _layer_config(raw: dict[str, Any], reader: _HeadReader, target: ModelConfig,
         attention_output_bias=layer + "o_proj.bias" in reader,
         mlp_bias="layers.0.mlp.down_proj.bias" in reader,
         qk_norm=layer + "q_norm.weight" in reader,
+        sliding_window=raw.get("sliding_window") if has_window else None,
     )
     return check_config(config, folder / "config.json")
 

@@ -1,6 +1,7 @@
 """Writing an EAGLE-3 head as other engines load it."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 from flax import nnx
 from safetensors.numpy import save_file
 
-from spec_jax.config import LinearRopeScaling, Llama3RopeScaling, ModelConfig, RopeFactors
+from spec_jax.config import EagleConfig, LinearRopeScaling, Llama3RopeScaling, ModelConfig, RopeFactors
 from spec_jax.errors import UserError
 from spec_jax.models.eagle import EagleHead
 from spec_jax.tokenizer import Tokenizer
@@ -23,6 +24,13 @@ def export_head(
     """Writes an EAGLE-3 head as `model.safetensors` (bfloat16) and `config.json`, as vLLM and SGLang load them: layers are
     named in both conventions. `extra` is written into config.json as it is. Both files appear whole or not at all."""
     config, layer = head.config, head.config.layer
+    plain = EagleConfig(
+        version=3, layer=replace(layer, num_layers=1, qkv_bias=False, attention_output_bias=False, mlp_bias=False),
+        target_hidden_size=layer.hidden_size, draft_vocab_size=config.draft_vocab_size, captured=config.captured,
+        has_target_ids=True,
+    )  # fmt: skip
+    if config != plain:
+        raise UserError(f"only EAGLE-3 heads as train-draft makes them can be written, not {config}")
     values = {".".join(map(str, path)): np.asarray(v[...]) for path, v in nnx.to_flat_state(nnx.state(head))}
     K, G, hd = layer.num_kv_heads, layer.queries_per_kv, layer.head_dim
     groups = values["layer.attention.qkv.weight"].reshape(K, G + 2, hd, -1)

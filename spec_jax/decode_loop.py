@@ -198,7 +198,8 @@ def decode_burst(
     where = jnp.minimum(start[:, None] + jnp.arange(capacity, dtype=jnp.int32), slots.tokens.shape[1] - 1)
     proposed, num_proposed = None, None
     if constraint is not None:
-        proposed, num_proposed, cache = draft(model, cache, slots, shape, None, head)
+        followed = slots._replace(active=slots.active & constraint.is_constrained)
+        proposed, num_proposed, cache = draft(model, cache, followed, shape, None, head)
     output = BurstOutput(
         tokens=jnp.take_along_axis(slots.tokens, where, axis=1),
         logprobs=table,

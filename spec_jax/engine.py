@@ -9,7 +9,7 @@ import time
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -76,6 +76,10 @@ class Engine:
     ):
         rules = rules or ShardingRules()
         mesh, prefill_mesh = (rules.usable(each, model_config) for each in (mesh, prefill_mesh))
+        if draft.head is not None:
+            head_shape = replace(draft.head.layer, vocab_size=draft.head.draft_vocab_size)
+            for each in (mesh, prefill_mesh):
+                rules.usable(each, head_shape)
         self.config, self.draft = config, draft
         self._vocab_size = model_config.vocab_size
         self.sizes = Sizes(model_config, draft, config, dtype, mesh)

@@ -421,3 +421,21 @@ def test_a_head_from_a_folder_leaves_the_texts_of_llm_as_they_are(tiny_folder, t
         for a, b in zip(ours.logprobs, theirs.logprobs, strict=True):
             assert list(a) == list(b)
             np.testing.assert_allclose([x.logprob for x in a.values()], [x.logprob for x in b.values()], atol=1e-4)
+
+
+@pytest.mark.slow
+def test_a_text_that_a_head_cannot_follow_does_not_spoil_the_drafts_of_later_ones():
+    """What is no number stays in pages that others get; behind a mask it must count for nothing."""
+
+    def weights(path, shape, axes):
+        value = eagle3_weights(path, shape, axes)
+        return value.at[200].set(jnp.nan) if path == "embedding" else value
+
+    engine = make_engine(create_head(weights, replace(EAGLE3, has_embedding=True)))
+    counters = []
+    for _ in range(2):
+        request = make_request(engine, PROMPTS[2], temperature=0.8, logit_bias={200: -100.0})
+        run(engine, [request])
+        counters.append(request.counters)
+        run(engine, make_requests(engine, [[200] * 90] * 4))
+    assert counters[0] == counters[1]

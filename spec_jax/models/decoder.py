@@ -75,7 +75,11 @@ class Attention(nnx.Module):
     def _attend(
         self, q: Array, k: Array, v: Array, cache: LayerCache, rows: Rows, scales: dict[str, Array]
     ) -> tuple[Array, LayerCache]:
-        """The pass writes before it reads: each row then sees itself and the drafts before it."""
+        """The pass writes before it reads: each row then sees itself and the drafts before it.
+
+        What is no number is not kept: a masked key still counts 0 times its value, and 0 times NaN would reach whoever gets
+        the page next."""
+        k, v = (jnp.where(jnp.isfinite(x), x, 0) for x in (k, v))
         k_pages, v_pages = write_kv(
             cache.k, cache.v, k, v, rows.block_tables, rows.positions, rows.keep,
             k_scale=scales.get("k_scale"), v_scale=scales.get("v_scale"),
