@@ -165,7 +165,7 @@ class CompileCheck:
     kv_cache_dtype: str = "auto"
     """auto (bfloat16) or fp8."""
     draft: str = "ngram"
-    """Who proposes tokens: auto, ngram or none."""
+    """Who proposes tokens: ngram, eagle (an EAGLE-3 head of the usual shape), auto (both) or none."""
     num_draft_tokens: int = 5
     """Proposals per round, 0 to 16."""
     max_num_seqs: int = 8

@@ -5,12 +5,14 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
 from ..checkpoints import export_head
+from ..checkpoints.tensor_folder import read_json
 from ..config import EagleConfig, ModelConfig
 from ..errors import UserError
 from ..llm import LLM
@@ -65,6 +67,12 @@ def train_draft(
         raise UserError(f"row_tokens is {row_tokens}: allowed is an integer >= 16")
     if not 0 < learning_rate < math.inf:
         raise UserError(f"learning_rate is {learning_rate}: allowed is a number above 0")
+    settings = {
+        "model": model, "prompts": None if prompts is None else str(prompts), "num_conversations": num_conversations,
+        "draft_vocab_size": draft_vocab_size, "max_user_tokens": max_user_tokens, "max_answer_tokens": max_answer_tokens,
+        "max_num_seqs": max_num_seqs, "batch_rows": batch_rows, "row_tokens": row_tokens, "num_unrolled": num_unrolled,
+        "learning_rate": learning_rate, "dtype": dtype, "seed": seed,
+    }  # fmt: skip
     config = TrainConfig(
         num_steps=num_steps, num_unrolled=num_unrolled, rows=batch_rows, row_tokens=row_tokens,
         learning_rate=learning_rate, seed=seed,
@@ -76,6 +84,7 @@ def train_draft(
     work = output / "work"
     try:
         work.mkdir(parents=True, exist_ok=True)
+        _check_settings(work / "settings.json", settings)
     except OSError as error:
         raise UserError(f"cannot write to {output}: {error.strerror}") from None
     max_len = max_user_tokens + max_answer_tokens + 128
@@ -103,6 +112,17 @@ def train_draft(
     with use_mesh(llm.mesh):
         _train_on(llm, conversations, draft_vocab_size, config, output, console)
     return output
+
+
+def _check_settings(path: Path, settings: dict[str, Any]) -> None:
+    """What was made on the way fits no other settings: only more steps can be asked for, or another number of devices."""
+    before = read_json(path) if path.exists() else settings
+    for name, value in settings.items():
+        if before.get(name) != value:
+            raise UserError(
+                f"{path.parent} was begun with {name} {before.get(name)!r}, not {value!r}: give that, or another folder"
+            )
+    path.write_text(json.dumps(settings, indent=1), encoding="utf-8")
 
 
 def _train_on(

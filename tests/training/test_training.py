@@ -288,3 +288,14 @@ def test_a_target_with_too_few_layers_and_a_vocabulary_too_large_are_refused():
 def test_the_models_own_chat_prefix_ends_where_a_user_would_write(deep_folder):
     tokenizer = open_model(str(deep_folder)).tokenizer
     assert tokenizer.decode(tokenizer.user_prefix(), skip_special_tokens=False) == "<|im_start|>user\n"
+
+
+def test_a_folder_that_was_begun_otherwise_is_refused_with_both_values(deep_folder, tmp_path):
+    (tmp_path / "work").mkdir()
+    options = {"model": str(deep_folder), "output": tmp_path, "num_conversations": 1, "max_answer_tokens": 4}
+    with pytest.raises(UserError, match="at least 50"):
+        train_draft(**options)
+    with pytest.raises(UserError, match="begun with row_tokens 1024, not 512"):
+        train_draft(**options, row_tokens=512)
+    with pytest.raises(UserError, match="at least 50"):
+        train_draft(**options, num_steps=3)
