@@ -187,8 +187,9 @@ class Engine:
     def draft_cost(self, num_slots: int = 1, repetitions: int = 15) -> float:
         """What drafting costs in a round where a head must, as a share of the target's own pass over the same rows.
 
-        Medians of `repetitions` runs on empty slots; 0 without drafts. Needs an engine without work."""
-        assert not self.has_work
+        Medians of `repetitions` runs on empty slots; 0 without drafts. Requests must have ended."""
+        while self.has_work:
+            self.step()
         shape = self.sizes.burst(num_slots, self.config.min_context_bucket, False, False)
         if shape.draft.num_tokens == 0:
             return 0.0

@@ -89,7 +89,7 @@ def test_a_system_message_means_chat(run):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--draft", "magic"], "draft 'magic' is unknown: allowed are auto, ngram, none"),
+        (["--draft", "magic"], "draft 'magic' is unknown: allowed are auto, ngram, eagle, none"),
         (["--max-tokens", "0"], "max_tokens is 0: allowed is an integer in [1, 2**31)"),
         (["--temperature", "-1"], "temperature is -1.0: allowed is 0, or a number >= 1e-6"),
         (["--top-p", "0"], "top_p is 0.0: allowed is a number in (0, 1]"),

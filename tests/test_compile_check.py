@@ -219,7 +219,7 @@ def test_what_does_not_fit_is_a_fault():
         (("--model", "qwen3-8b", "--target", "h200", "--devices", "0"), "devices is 0: allowed are 1 to 8"),
         (("--model", "qwen3-8b", "--target", "h200", "--num-layers", "99"), "num_layers is 99: allowed are 1 to 36"),
         (("--model", "qwen3-8b", "--target", "h200", "--kv-cache-dtype", "int4"), "kv_cache_dtype 'int4' is unknown"),
-        (("--model", "qwen3-8b", "--target", "h200", "--draft", "eagle"), "draft 'eagle' is unknown"),
+        (("--model", "qwen3-8b", "--target", "h200", "--draft", "magic"), "draft 'magic' is unknown"),
         (("--model", "~nobody/x", "--target", "h200"), "model '~nobody/x' is neither a known shape"),
         (("--model", "x" * 5000, "--target", "h200"), "is neither a known shape"),
         (("--model", "", "--target", "h200"), "model '' is neither a known shape"),

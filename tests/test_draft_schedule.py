@@ -63,15 +63,15 @@ def test_load_that_comes_and_goes_changes_drafts_but_no_text(ngram_max):
     engine = make_engine(SCHEDULE, agreeing_head("EAGLE-3"), ngram_max)
     prompts = PROMPTS[1:4]
     requests = make_requests(engine, prompts)
-    for request, tokens in zip(requests, (60, 12, 24), strict=True):
+    for request, tokens in zip(requests, (60, 24, 12), strict=True):
         request.max_length = len(request.prompt) + tokens
     texts = run(engine, requests)
     expected = plain_texts(prompts, max_tokens=60)
     assert texts == [text[: len(found)] for text, found in zip(expected, texts, strict=True)]
-    assert [len(text) for text in texts] == [60, 12, 24]
+    assert [len(text) for text in texts] == [60, 24, 12]
     long = requests[0].snapshot().stats
     assert long.accepted > 0
-    assert long.rounds < 60 - 10
+    assert long.rounds < 60
     widths = {shape.draft.num_tokens for shape in bursts(engine)}
     assert widths == {0, 2, 4}
 

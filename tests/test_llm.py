@@ -139,7 +139,7 @@ def test_one_bad_prompt_among_many_stops_the_call_but_not_the_engine(llm):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"draft": "magic"}, "draft 'magic' is unknown: allowed are auto, ngram, none"),
+        ({"draft": "magic"}, "draft 'magic' is unknown: allowed are auto, ngram, eagle, none"),
         ({"num_draft_tokens": 17}, "num_draft_tokens is 17: allowed are 0"),
         ({"num_draft_tokens": -1}, "num_draft_tokens is -1"),
         ({"dtype": "int3"}, "dtype 'int3' is unknown: allowed are bfloat16, float32"),

@@ -119,9 +119,8 @@ def test_the_whole_engine_gives_the_same_text_on_a_mesh(asked):
     assert outputs[0] == outputs[1]
 
 
-@pytest.mark.parametrize(
-    ("prefill", "decode", "kv_cache_dtype"), [(2, 4, "auto"), pytest.param(4, 0, "fp8", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("prefill", "decode", "kv_cache_dtype"), [(2, 4, "auto"), (4, 0, "fp8")])
+@pytest.mark.slow
 def test_prefill_on_other_devices_gives_the_same_text(prefill, decode, kv_cache_dtype):
     """Prompts longer than a chunk and than a page, on meshes that share no device and are split differently."""
     config = EngineConfig(

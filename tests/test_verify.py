@@ -76,7 +76,10 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+SLOW = ("ignore_drafts_in_penalties", "reuse_noise_between_positions")
+
+
+@pytest.mark.parametrize("fault", [pytest.param(f, marks=pytest.mark.slow) if f in SLOW else f for f in FAULTS])
 def test_a_broken_verifier_is_found(plain, monkeypatch, fault):
     name, breaks = FAULTS[fault]
     monkeypatch.setattr(decode_loop, name, breaks(getattr(decode_loop, name)))

@@ -91,7 +91,7 @@ def test_the_loss_is_that_of_the_head_as_it_runs(target, variant):
     config = replace(EagleConfig.for_target(DEEP, len(IDS)), **variant)
     head = create_head(random_weights(seed=3, dtype=jnp.float32), config)
     head.target_ids[...] = jnp.asarray(IDS, jnp.int32)
-    texts = [RNG.choice(IDS, 9).tolist(), RNG.integers(3, 60, 12).tolist()]
+    texts = [RNG.choice(IDS, 5).tolist(), RNG.integers(3, 60, 7).tolist()]
     steps, decay = 3, 0.8
     found, (agreements, losses) = unrolled_loss(
         head, shared_weights(target), batch_of(target, texts, config.captured), steps, decay
