@@ -39,6 +39,27 @@ LLAMA_8B = ("llama-3.1-8b", 1, "auto", 8)
 
 
 @needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize(("target", "devices"), [("h200", 1), ("b200", 8)])
+def test_with_a_draft_head_the_loop_is_still_one_cuda_graph(target, devices):
+    """Drafting stands in a branch of the loop: its launches are counted apart; its bytes are those of the head's shape."""
+    found = check(
+        "--model", "llama-3.1-8b", "--target", target, "--devices", str(devices), "--draft", "auto", "--num-layers", "6",
+        "--max-model-len", "4096",
+    )  # fmt: skip
+    assert found["ok"] is True
+    burst = found["programs"][0]
+    assert burst["command_buffers"] == 1
+    assert burst["loop_in_command_buffer"] is True
+    assert burst["copies_of_weights_or_cache"] == []
+    assert burst["launches_when_needed"] > 5 * 10  # five drafts, a layer and scores each
+    qkv, output, mlp = 6144 * 8192, 4096 * 4096, 3 * 4096 * 14_336
+    fusion, scores = 3 * 4096 * 4096, 32_000 * 4096
+    least = 2 * (fusion + 5 * (qkv + output + mlp + scores) / devices)
+    assert found["rounds"][0]["draft_bytes"] == pytest.approx(least, rel=0.03)
+
+
+@needs_compiler
 @pytest.mark.parametrize(
     ("target", "case"),
     [

@@ -212,7 +212,7 @@ def _roofline(
     context: int,
 ) -> Roofline:
     """Every weight but the embedding table is read once, every key and value of every sequence once; those of a draft head
-    once per draft. N-grams read the texts once per token that they compare."""
+    once per draft, but for what fuses features, once. N-grams read the texts once per token that they compare."""
     B, T = sizes.config.max_num_seqs, sizes.draft.num_tokens + 1
     table = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size * 2 // devices
     read = weight_bytes - table
@@ -224,7 +224,8 @@ def _roofline(
     draft: float = B * sizes.config.max_model_len * 4 * drafter.ngram_max if drafter.num_tokens else 0
     if drafter.head is not None:
         rows = B * context * bytes_per_token(drafter.head.layer, sizes.cache_dtype) / devices
-        draft += drafter.num_tokens * (head_bytes + rows)
+        fusion = drafter.head.feature_size * drafter.head.layer.hidden_size * 2  # whole on every device
+        draft += fusion + drafter.num_tokens * (head_bytes - fusion + rows)
     return Roofline(context, read + kv, flops, seconds, draft, draft / machine.bytes_per_second)
 
 

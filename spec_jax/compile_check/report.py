@@ -131,7 +131,8 @@ class Report:
                     f"copies of weights or cache: {len(p.copies_of_weights_or_cache)}"
                 )
             found += [
-                f"  {k.name}: {k.registers} registers, {k.spilled_bytes} bytes spilled, {k.shared_bytes} bytes shared memory"
+                f"  {k.name}: {k.registers} registers, {k.spilled_bytes} bytes spilled"
+                + ("" if k.shared_bytes is None else f", {k.shared_bytes} bytes shared memory")
                 for k in p.kernels
             ]
         found += [
