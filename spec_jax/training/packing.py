@@ -7,22 +7,26 @@ import numpy as np
 from .features import FeatureFile, Text
 from .objective import Batch
 
+_OPEN_ROWS = 32
+
 
 def batches(
     texts: Sequence[Text], chosen: Sequence[int], rows: int, row_tokens: int, order: int
 ) -> Iterator[list[list[int]]]:
-    """The indices `chosen` among `texts`, shuffled by `order` and packed: each batch is `rows` rows of text indices. A last
-    batch that is not full is left out, unless it is the only one."""
+    """The indices `chosen` among `texts`, shuffled by `order` and packed, each into the first of the newest rows with room:
+    a batch is `rows` rows of text indices. A last batch that is not full is left out, unless it is the only one."""
     shuffled = np.random.default_rng(order).permutation(chosen).tolist()
     packed: list[list[int]] = []
-    used = row_tokens
+    room: list[int] = []
     for index in shuffled:
         size = len(texts[index].tokens)
-        if used + size > row_tokens:
+        newest = range(max(len(packed) - _OPEN_ROWS, 0), len(packed))
+        row = next((row for row in newest if room[row] >= size), len(packed))
+        if row == len(packed):
             packed.append([])
-            used = 0
-        packed[-1].append(index)
-        used += size
+            room.append(row_tokens)
+        packed[row].append(index)
+        room[row] -= size
     for start in range(0, max(len(packed) - rows, 0) + 1, rows):
         yield packed[start : start + rows]
 
