@@ -22,7 +22,7 @@ class Arguments:
     model: str = "smollm2-135m"
     draft: str = "auto"
     batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16)
-    draft_tokens: tuple[int, ...] = (0, 2, 3, 5)
+    draft_tokens: tuple[int, ...] = (2, 3, 5)
     max_tokens: int = 64
     rounds: int = 2
     """How often each batch is answered; the faster answer counts."""
@@ -33,7 +33,7 @@ def main(args: Arguments) -> None:
     schedule = []
     for size in args.batch_sizes:
         chosen = [questions[i * len(questions) // size].prompt for i in range(size)]
-        speeds = {k: speed(args, chosen, k) for k in args.draft_tokens}
+        speeds = {k: speed(args, chosen, k) for k in (0, *args.draft_tokens)}
         best = max(speeds, key=lambda k: speeds[k])
         schedule.append((size, best))
         figures = ", ".join(f"K={k} {value / speeds[0]:.2f} x" for k, value in speeds.items())

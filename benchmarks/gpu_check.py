@@ -162,7 +162,7 @@ class Bench:
         self.cache: Any = None
 
     def program(self, slots: int) -> Any:
-        return self.programs.burst(self.sizes.burst(slots, self.sizes.config.max_model_len, False, False))
+        return self.programs.burst(self.sizes.burst(slots, slots, self.sizes.config.max_model_len, False, False))
 
     def state(self, context: int, slots: int, temperature: float = 0.0) -> DecodeState:
         """Slots of random text of `context` tokens; the rest are empty. Pages are not shared."""

@@ -131,6 +131,8 @@ def _read_config(
         if (name in reader) != (name == "fc.weight"):
             what = "drafts in parallel (P-EAGLE)" if name == "mask_hidden" else "has no tensor fc.weight"
             raise UserError(f"{folder} {what}: supported are EAGLE-1 and EAGLE-3 heads")
+    if raw.get("logit_scale", 1) != 1:
+        raise UserError(f"{folder} scales its logits by {raw['logit_scale']}: that is not supported")
     layer = _layer_config(layer_raw, reader, target, folder)
     D = layer.hidden_size
     # An EAGLE-1 file may hold a copy of the target's lm_head; but its attention takes D channels, not 2 D.
@@ -174,6 +176,9 @@ def _read_config(
         norm_before_residual=_flag(raw, layer_raw, "norm_before_residual"),
         norm_output=_flag(raw, layer_raw, "norm_output"), **common,
     )  # fmt: skip
+    for flag, tensor in (("fc_norm", "fc_norm.0.weight"), ("norm_before_fc", "input_norm.weight")):
+        if _flag(raw, layer_raw, flag) and tensor not in reader:
+            raise UserError(f"{folder} has no tensor {tensor}, and its config.json asks for {flag}")
     width = reader.shape("fc.weight")[-1]
     if width != config.feature_size:
         raise UserError(
@@ -240,8 +245,10 @@ def _check_tokenizer(folder: Path, raw: dict[str, Any], tokenizer: Tokenizer) ->
     given = raw.get(FINGERPRINT)
     if given is None and (folder / "tokenizer.json").is_file():
         given = vocabulary_fingerprint(Tokenizer(*read_tokenizer(folder)))
+    if given is None:
+        return
     ours = vocabulary_fingerprint(tokenizer)
-    if given is not None and given != ours:
+    if given != ours:
         raise UserError(
             f"{folder} was made for another tokenizer: SHA-256 of its vocabulary {str(given)[:12]}, the target's {ours[:12]}"
         )

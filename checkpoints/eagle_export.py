@@ -1,7 +1,6 @@
 """Writing an EAGLE-3 head as other engines load it."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ def export_head(
     named in both conventions. `extra` is written into config.json as it is. Both files appear whole or not at all."""
     config, layer = head.config, head.config.layer
     plain = EagleConfig(
-        version=3, layer=replace(layer, num_layers=1, qkv_bias=False, attention_output_bias=False, mlp_bias=False),
+        version=3, layer=EagleConfig.llama_layer(layer),
         target_hidden_size=layer.hidden_size, draft_vocab_size=config.draft_vocab_size, captured=config.captured,
         has_target_ids=True,
     )  # fmt: skip

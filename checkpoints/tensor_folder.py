@@ -1,6 +1,7 @@
 """A folder of safetensors files and JSON: what every Hugging Face checkpoint is, a model or a draft head."""
 
 import json
+from collections.abc import KeysView
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ class TensorFolder:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self._files = {}
+        self._files: dict[str, Any] = {}
         for path in _weight_files(folder):
             try:
                 file = safe_open(path, framework="np")
@@ -27,8 +28,8 @@ class TensorFolder:
                 self._files[name] = file
 
     @property
-    def names(self) -> list[str]:
-        return list(self._files)
+    def names(self) -> KeysView[str]:
+        return self._files.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Raises UserError when no file of the folder has the tensor."""

@@ -203,8 +203,7 @@ def main(arguments: list[str] | None = None) -> None:
     if (sys.argv[1:] if arguments is None else arguments) == ["--version"]:
         print(f"spec-jax {__version__}")
         return
-    logging.basicConfig(format="spec-jax: %(message)s", stream=sys.stderr)
-    logging.getLogger("spec_jax").setLevel(logging.INFO)
+    _show_log()
     gc.disable()  # importing and tracing make millions of objects that stay: collecting takes a second of the start
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's notes about its own cache are not for users
     try:
@@ -231,6 +230,14 @@ def main(arguments: list[str] | None = None) -> None:
     except BrokenPipeError:  # whoever read our output has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
+
+
+def _show_log() -> None:
+    """What this package has to say, such as what was understood of a draft head, on standard error."""
+    log, handler = logging.getLogger("spec_jax"), logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("spec-jax: %(message)s"))
+    log.handlers, log.propagate = [handler], False
+    log.setLevel(logging.INFO)
 
 
 def _fail(message: str) -> int:

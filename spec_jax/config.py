@@ -8,7 +8,7 @@ MAX_DRAFT_TOKENS = 16
 MAX_NUM_SEQS = 4096
 _DEFAULT_MODEL_LEN = 8192
 MAX_LOGPROBS = 20  # of the best tokens, as in the OpenAI API and vLLM
-NGRAM_MIN_BESIDE_HEAD = 3
+NGRAM_MIN_BESIDE_HEAD = 3  # shorter matches are right less often than a head's first draft
 KV_CACHE_DTYPES = ("auto", "fp8")
 
 
@@ -112,13 +112,17 @@ class EagleConfig:
             raise UserError(f"the target has {n} layers: a head takes the hidden states of three of at least 6")
         if not 1 <= draft_vocab_size <= target.vocab_size:
             raise UserError(f"draft_vocab_size is {draft_vocab_size}: allowed are 1 to {target.vocab_size}")
-        layer = replace(
-            target, num_layers=1, qkv_bias=False, attention_output_bias=False, mlp_bias=False, qk_norm=False,
-            tie_word_embeddings=False, sliding_window=None, has_kv_scales=False,
-        )  # fmt: skip
         return cls(
-            version=3, layer=layer, target_hidden_size=target.hidden_size, draft_vocab_size=draft_vocab_size,
-            captured=(2, n // 2, n - 3), has_target_ids=True,
+            version=3, layer=cls.llama_layer(target), target_hidden_size=target.hidden_size,
+            draft_vocab_size=draft_vocab_size, captured=(2, n // 2, n - 3), has_target_ids=True,
+        )  # fmt: skip
+
+    @staticmethod
+    def llama_layer(shape: ModelConfig) -> ModelConfig:
+        """One plain Llama layer of the same sizes."""
+        return replace(
+            shape, num_layers=1, qkv_bias=False, attention_output_bias=False, mlp_bias=False, qk_norm=False,
+            tie_word_embeddings=False, sliding_window=None, has_kv_scales=False,
         )  # fmt: skip
 
     @property
@@ -144,14 +148,14 @@ class DraftConfig:
     schedule: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
+        if not 0 <= self.num_tokens <= MAX_DRAFT_TOKENS:
+            raise UserError(f"num_draft_tokens is {self.num_tokens}: allowed are 0 (no drafts) to {MAX_DRAFT_TOKENS}")
         sizes = [size for size, _ in self.schedule]
         if sizes != sorted(set(sizes)) or any(size < 1 or not 0 <= k <= self.num_tokens for size, k in self.schedule):
             raise UserError(
                 f"draft schedule {self.schedule} cannot be used: it takes pairs (most sequences, drafts), the sequences "
                 f"ascending, and 0 to {self.num_tokens} drafts"
             )
-        if not 0 <= self.num_tokens <= MAX_DRAFT_TOKENS:
-            raise UserError(f"num_draft_tokens is {self.num_tokens}: allowed are 0 (no drafts) to {MAX_DRAFT_TOKENS}")
         if self.ngram_max and not 1 <= self.ngram_min <= self.ngram_max:
             raise UserError(f"n-gram lengths {self.ngram_min}..{self.ngram_max}: need 1 <= min <= max")
 
@@ -164,13 +168,16 @@ class DraftConfig:
         head: EagleConfig | None,
         schedule: tuple[tuple[int, int], ...] = (),
     ) -> "DraftConfig":
-        """Beside a head, n-grams propose only where the match is long. `num_draft_tokens` 0 is no drafts."""
-        config = cls(num_tokens=num_draft_tokens, schedule=schedule)
+        """Beside a head, n-grams propose only where the match is long. `num_draft_tokens` 0 is no drafts, and the most that
+        `schedule` gives."""
+        config = cls(num_tokens=num_draft_tokens)
         if num_draft_tokens == 0 or (head is None and not uses_ngrams):
             return cls(num_tokens=0)
+        config = replace(config, schedule=tuple((size, min(k, num_draft_tokens)) for size, k in schedule))
         if head is None:
             return config
-        return replace(config, head=head, ngram_min=NGRAM_MIN_BESIDE_HEAD, ngram_max=4 if uses_ngrams else 0)
+        ngram_max = NGRAM_MIN_BESIDE_HEAD if uses_ngrams else 0
+        return replace(config, head=head, ngram_min=NGRAM_MIN_BESIDE_HEAD, ngram_max=ngram_max)
 
     def at_load(self, num_seqs: int) -> "DraftConfig":
         """What drafts `num_seqs` sequences at once."""

@@ -133,7 +133,7 @@ class Engine:
         max_length = min(max_length or prompt_length + 2 * growth, self.config.max_model_len)
         while longest < max_length:
             longest = min(longest + growth, max_length)
-            yield self.programs.burst(self.sizes.burst(1, longest, params.needs_processors, params.is_constrained))
+            yield self.programs.burst(self.sizes.burst(1, 1, longest, params.needs_processors, params.is_constrained))
         yield self.programs.insert()
         if params.needs_processors:
             yield self.programs.set_bias()
@@ -188,9 +188,9 @@ class Engine:
         """What drafting costs in a round where a head must, as a share of the target's own pass over the same rows.
 
         Medians of `repetitions` runs on empty slots; 0 without drafts. Requests must have ended."""
-        while self.has_work:
-            self.step()
-        shape = self.sizes.burst(num_slots, self.config.min_context_bucket, False, False)
+        assert not self.scheduler.has_work
+        self.step()  # the burst that was on its way when the last one ended
+        shape = self.sizes.burst(num_slots, num_slots, self.config.min_context_bucket, False, False)
         if shape.draft.num_tokens == 0:
             return 0.0
         here = self._on_device
@@ -205,7 +205,7 @@ class Engine:
                 if number > 0:  # the first run sets things up
                     found.append(time.perf_counter() - started)
         draft, verify, target = (float(np.median(found)) for found in seconds.values())
-        return (draft + verify - target) / target
+        return (draft + (0.0 if self.draft.head is None else verify - target)) / target
 
     # --- schedule -----------------------------------------------------------------------------------------------------
 
@@ -283,7 +283,7 @@ class Engine:
         taking_part = {slot: r for slot, r in live.items() if slot not in waiting}
         constraint = None
         if constrained:
-            constraint = self._constraint(max(live) + 1, constrained, waiting)
+            constraint = self._constraint(max(live) + 1, len(live), constrained, waiting)
             taking_part = {slot: r for slot, r in taking_part.items() if not r.is_finished}
         if not taking_part:
             return None
@@ -292,7 +292,7 @@ class Engine:
         growth = self.sizes.growth(rounds)
         longest = max(self._longest(slot, request, growth) for slot, request in live.items())
         has_processors = any(r.params.needs_processors for r in live.values())
-        shape = self.sizes.burst(max(live) + 1, longest, has_processors, constraint is not None)
+        shape = self.sizes.burst(max(live) + 1, len(live), longest, has_processors, constraint is not None)
         here = self._on_device
         program = self.programs.burst(shape)
         with self._all_or_none(taking_part.values()):
@@ -305,9 +305,11 @@ class Engine:
                 array.copy_to_host_async()
             return _Burst(output, taking_part, growth)
 
-    def _constraint(self, num_slots: int, constrained: dict[int, Request], waiting: set[int]) -> Constraint:
+    def _constraint(
+        self, num_slots: int, num_running: int, constrained: dict[int, Request], waiting: set[int]
+    ) -> Constraint:
         """Checked drafts and masks for the slots with a grammar. One whose grammar cannot be followed any more ends."""
-        K = self.draft.at_load(self.sizes.num_slots(num_slots)).num_tokens
+        K = self.draft.at_load(num_running).num_tokens
 
         def full(*shape: int, dtype: type = np.int32, value: int = 0) -> Any:
             return np.full((self.sizes.num_slots(num_slots), *shape), value, dtype)
@@ -370,9 +372,9 @@ class Engine:
         return changed
 
     def _watch_head(self, drafted: int, accepted: int) -> None:
-        """Says once when next to nothing of a head's drafts is what the target says: it may be damaged, or not its head."""
+        """Says once when next to nothing of what a head drafts, alone, is what the target says."""
         self._drafted, self._accepted = self._drafted + drafted, self._accepted + accepted
-        if self.draft.head is None or self._has_warned or self._drafted < _DRAFTS_WATCHED:
+        if self.draft.head is None or self.draft.ngram_max or self._has_warned or self._drafted < _DRAFTS_WATCHED:
             return
         if self._accepted < _LEAST_ACCEPTED * self._drafted:
             self._has_warned = True

@@ -88,10 +88,13 @@ class Sizes:
         bucket = max(self.config.min_context_bucket, _power_of_two(num_tokens))
         return min(-(-bucket // self.page_size), self.max_pages)
 
-    def burst(self, num_slots: int, longest: int, has_processors: bool, is_constrained: bool) -> BurstShape:
-        """The burst for the first `num_slots` slots, none of which holds more than `longest` tokens after it."""
+    def burst(
+        self, num_slots: int, num_running: int, longest: int, has_processors: bool, is_constrained: bool
+    ) -> BurstShape:
+        """The burst for the first `num_slots` slots, of which `num_running` run and none holds more than `longest` tokens
+        after it."""
         num_slots = self.num_slots(num_slots)
-        draft = self.draft.at_load(num_slots)
+        draft = self.draft.at_load(num_running)
         widths = self._row_widths(num_slots, draft.num_tokens)
         return BurstShape(
             draft=draft,
@@ -119,13 +122,19 @@ class Sizes:
         return 2 if self.platform == "cpu" and num_slots == 1 else 1
 
     def _attention_is_mosaic(self) -> bool:
-        model = self.model
-        pages = self.cache(None, None).layers[0].k
+        """Of the model, and of its draft head where there is one: both read the same block tables."""
+        cache = self.cache(None, None)
+        layers = [(self.model, cache.layers[0])]
+        if self.draft.head is not None:
+            layers.append((self.draft.head.layer, cache.draft[0]))
         rows = (self.config.max_num_seqs, self.draft.num_tokens + 1)
-        return runs_mosaic(
-            lambda *arrays: paged_attention(*arrays, scale=1.0, implementation="mosaic"),
-            jax.ShapeDtypeStruct((*rows, model.num_heads, model.head_dim), jnp.dtype(self.dtype)), pages, pages,
-            jax.ShapeDtypeStruct((rows[0], self.max_pages), jnp.int32), jax.ShapeDtypeStruct(rows, jnp.int32),
+        return all(
+            runs_mosaic(
+                lambda *arrays: paged_attention(*arrays, scale=1.0, implementation="mosaic"),
+                jax.ShapeDtypeStruct((*rows, layer.num_heads, layer.head_dim), jnp.dtype(self.dtype)), pages.k, pages.k,
+                jax.ShapeDtypeStruct((rows[0], self.max_pages), jnp.int32), jax.ShapeDtypeStruct(rows, jnp.int32),
+            )
+            for layer, pages in layers
         )  # fmt: skip
 
 

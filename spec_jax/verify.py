@@ -61,7 +61,9 @@ def verify(
     if samples < 100:
         raise UserError(f"samples is {samples}: fewer than 100 show nothing")
     max_model_len = min(256, open_model(model).config.max_position)
-    plain = LLM(model, draft="none", dtype=dtype, max_model_len=max_model_len, max_num_seqs=len(CONTEXTS))
+    plain = LLM(
+        model, draft="none", draft_schedule=[], dtype=dtype, max_model_len=max_model_len, max_num_seqs=len(CONTEXTS)
+    )
     drafted = plain.with_draft(draft, num_draft_tokens)
     holds = True
     for check in run_checks(plain, drafted, samples, is_exact=dtype == "float32"):

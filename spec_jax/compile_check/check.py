@@ -76,6 +76,8 @@ def compile_check(
 
     sizes = Sizes(config, drafter, engine_config, _DTYPE, mesh)
     token_bytes = bytes_per_token(config, sizes.cache_dtype) // devices
+    if drafter.head is not None:
+        token_bytes += bytes_per_token(drafter.head.layer, sizes.cache_dtype) // devices
     weight_bytes = _local_bytes(Programs(sizes, mesh, rules).weights)
     target_sizes = Sizes(config, DraftConfig(num_tokens=0), engine_config, _DTYPE, mesh)
     head_bytes = weight_bytes - _local_bytes(Programs(target_sizes, mesh, rules).weights)
@@ -93,7 +95,7 @@ def compile_check(
     programs = Programs(sizes, mesh, rules)
 
     chunk = engine_config.prefill_chunks[-1]
-    shape = sizes.burst(max_num_seqs, max_model_len, False, False)
+    shape = sizes.burst(max_num_seqs, max_num_seqs, max_model_len, False, False)
     reports = [
         _compile(f"decode burst, {shape.num_slots} slots", programs, lambda: programs.burst(shape)),
         _compile(f"prefill, {chunk} tokens", programs, lambda: programs.prefill(chunk, sizes.max_pages, False)),

@@ -41,6 +41,8 @@ def propose_eagle(
     B, D = hidden.shape
     ids = None if head.target_ids is None else head.target_ids[...]
     keep = active[:, None] & (jnp.arange(num_rows) == 0)
+    # Slots that do not draft are greedy here, whatever they are: what no drafting slot uses costs nothing.
+    sampling = sampling._replace(temperature=jnp.where(active, sampling.temperature, 0.0))
     drafts: list[Array] = []
     for step in range(num_tokens):
         wide = jnp.broadcast_to(hidden[:, None], (B, num_rows, D))

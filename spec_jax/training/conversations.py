@@ -42,9 +42,17 @@ class Conversation:
 
 
 def read_conversations(path: Path) -> list[Conversation]:
-    """The conversations of a file that `write_conversations` made; a line that a kill cut off is left out."""
+    """The conversations of a file that `write_conversations` made, but for those that came out empty."""
+    return [conversation for conversation in _read_all(path) if conversation.answer]
+
+
+def _read_all(path: Path) -> list[Conversation]:
+    """A line that a kill cut off is left out."""
     lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
-    return [Conversation(**json.loads(line)) for line in lines]
+    try:
+        return [Conversation(**json.loads(line)) for line in lines]
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{path} is damaged ({error}): delete it, and the conversations are made anew") from None
 
 
 def write_conversations(
@@ -59,11 +67,11 @@ def write_conversations(
 ) -> Iterator[int]:
     """Asks `llm` until `number` turns were asked, appends what it says to `path`, and yields how many were asked so far.
 
-    Goes on where an earlier run stopped, with the same result. `prompts` None lets the model write them. Turns that come
-    out empty are left out.
+    Goes on where an earlier run stopped; in float32, with the same result. `prompts` None lets the model write them. Turns
+    that come out empty, or too long, stand there without an answer.
     """
     batch = 4 * llm.engine.config.max_num_seqs
-    known = read_conversations(path)
+    known = _read_all(path)
     start = known[-1].index // batch * batch if known else 0
     if known and known[-1].index == min(start + batch, number) - 1:
         start = known[-1].index + 1
@@ -93,8 +101,9 @@ def write_conversations(
             Conversation(job.index, job.prompt, list(output.token_ids))
             for job, output in zip(answers, outputs, strict=False)
         ]
+        answered = {conversation.index: conversation for conversation in made}
         with path.open("a", encoding="utf-8") as file:
-            file.write("".join(map(_line, made)))
+            file.write("".join(_line(answered.get(i, Conversation(i, [], []))) for i in range(start, end)))
         asked = turns.texts(jobs, outputs[len(answers) :])
         start = end
         yield start

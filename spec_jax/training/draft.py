@@ -1,9 +1,12 @@
 """`spec-jax train-draft`: from a target to a draft head that other engines load as well."""
 
+import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +19,16 @@ from ..checkpoints.tensor_folder import read_json
 from ..config import EagleConfig, ModelConfig
 from ..errors import UserError
 from ..llm import LLM
-from ..sharding import use_mesh
+from ..sharding import ShardingRules, use_mesh
 from .conversations import Conversation, read_conversations, read_prompts, write_conversations
 from .features import FeatureFile, Text, make_texts
-from .objective import Weights
-from .train import Progress, TrainConfig, new_head, train
+from .new_head import new_head
+from .objective import SharedWeights
+from .train import Progress, TrainConfig, train
 
-_EVERY_HELD_OUT = 50  # one of so many texts is kept for measuring
+_EVERY_HELD_OUT = 50  # one of so many texts is kept for measuring,
+_MOST_HELD_OUT = 32  # and no more than these: measuring costs time as well
+_TEMPLATE_TOKENS = 128  # room for what a chat template puts around a turn
 
 
 def train_draft(
@@ -68,7 +74,7 @@ def train_draft(
     if not 0 < learning_rate < math.inf:
         raise UserError(f"learning_rate is {learning_rate}: allowed is a number above 0")
     settings = {
-        "model": model, "prompts": None if prompts is None else str(prompts), "num_conversations": num_conversations,
+        "model": model, "num_conversations": num_conversations,
         "draft_vocab_size": draft_vocab_size, "max_user_tokens": max_user_tokens, "max_answer_tokens": max_answer_tokens,
         "max_num_seqs": max_num_seqs, "batch_rows": batch_rows, "row_tokens": row_tokens, "num_unrolled": num_unrolled,
         "learning_rate": learning_rate, "dtype": dtype, "seed": seed,
@@ -77,44 +83,49 @@ def train_draft(
         num_steps=num_steps, num_unrolled=num_unrolled, rows=batch_rows, row_tokens=row_tokens,
         learning_rate=learning_rate, seed=seed,
     )  # fmt: skip
-    console = Console(stderr=True)
+    if not 0 <= seed < 2**20:
+        raise UserError(f"seed is {seed}: allowed is an integer from 0 to {2**20 - 1}")
     given = None if prompts is None else read_prompts(prompts)
     if given is not None:
         num_conversations = min(num_conversations, len(given))
-    work = output / "work"
-    try:
-        work.mkdir(parents=True, exist_ok=True)
-        _check_settings(work / "settings.json", settings)
-    except OSError as error:
-        raise UserError(f"cannot write to {output}: {error.strerror}") from None
-    max_len = max_user_tokens + max_answer_tokens + 128
+    if num_conversations < _EVERY_HELD_OUT:
+        raise UserError(
+            f"{num_conversations} conversations are too few to train on: at least {_EVERY_HELD_OUT} are needed"
+        )
+    max_len = max_user_tokens + max_answer_tokens + _TEMPLATE_TOKENS
     llm = LLM(
         model, draft="none", dtype=dtype, max_num_seqs=max_num_seqs, max_model_len=max_len,
         num_kv_tokens=max_num_seqs * max_len, tensor_parallel_size=tensor_parallel_size,
     )  # fmt: skip
-    told = work / "conversations.jsonl"
-    for asked in write_conversations(
-        llm,
-        told,
-        num_conversations,
-        given,
-        max_user_tokens=max_user_tokens,
-        max_answer_tokens=max_answer_tokens,
-        seed=seed,
-    ):
-        console.print(f"asked {asked} of {num_conversations} user turns")
-    conversations = read_conversations(told)
-    if len(conversations) < _EVERY_HELD_OUT:
-        raise UserError(
-            f"{len(conversations)} conversations are too few to train on: at least {_EVERY_HELD_OUT} are needed"
-        )
-
-    with use_mesh(llm.mesh):
-        _train_on(llm, conversations, draft_vocab_size, config, output, console)
+    head_config = EagleConfig.for_target(llm.config, draft_vocab_size)
+    ShardingRules().usable(llm.mesh, replace(head_config.layer, vocab_size=draft_vocab_size))
+    console = Console(stderr=True)
+    work = output / "work"
+    with _disk_errors(output):
+        work.mkdir(parents=True, exist_ok=True)
+        _check_unchanged(work / "settings.json", settings | {"prompts": _digest(given)})
+        told = work / "conversations.jsonl"
+        lengths = {"max_user_tokens": max_user_tokens, "max_answer_tokens": max_answer_tokens}
+        for asked in write_conversations(llm, told, num_conversations, given, seed=seed, **lengths):
+            console.print(f"asked {asked} of {num_conversations} user turns")
+        with use_mesh(llm.mesh):
+            _train_on(llm, read_conversations(told), head_config, config, output, console)
     return output
 
 
-def _check_settings(path: Path, settings: dict[str, Any]) -> None:
+@contextmanager
+def _disk_errors(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"cannot write to {folder}: {error.strerror or error}") from None
+
+
+def _digest(values: Any) -> str:
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
+
+
+def _check_unchanged(path: Path, settings: dict[str, Any]) -> None:
     """What was made on the way fits no other settings: only more steps can be asked for, or another number of devices."""
     before = read_json(path) if path.exists() else settings
     for name, value in settings.items():
@@ -122,21 +133,23 @@ def _check_settings(path: Path, settings: dict[str, Any]) -> None:
             raise UserError(
                 f"{path.parent} was begun with {name} {before.get(name)!r}, not {value!r}: give that, or another folder"
             )
-    path.write_text(json.dumps(settings, indent=1), encoding="utf-8")
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(settings, indent=1), encoding="utf-8")
+    partial.replace(path)
 
 
 def _train_on(
     llm: LLM,
     conversations: Sequence[Conversation],
-    draft_vocab_size: int,
+    head_config: EagleConfig,
     config: TrainConfig,
     output: Path,
     console: Console,
 ) -> None:
     work = output / "work"
-    head_config = EagleConfig.for_target(llm.config, draft_vocab_size)
-    draft_ids = draft_vocabulary(conversations, llm.config, draft_vocab_size)
+    draft_ids = draft_vocabulary(conversations, llm.config, head_config.draft_vocab_size)
     texts = make_texts(conversations, config.row_tokens)
+    _check_unchanged(work / "texts.json", {"texts": _digest(texts)})  # hidden states and checkpoints are of these alone
     file = FeatureFile(work / "features.bin", texts, head_config)
     for done in file.fill(llm.decoder, head_config):
         console.print(f"hidden states of {done} of {len(texts)} texts")
@@ -145,7 +158,7 @@ def _train_on(
     places[draft_ids] = np.arange(len(draft_ids))
     embedding = llm.decoder.embedding[...].astype(jnp.float32)
     output_rows = (llm.decoder.embedding if llm.decoder.head is None else llm.decoder.head)[...][draft_ids]
-    shared = Weights(embedding, output_rows.astype(jnp.float32), jnp.asarray(places))
+    shared = SharedWeights(embedding, output_rows.astype(jnp.float32), jnp.asarray(places))
     held_out = held_out_texts(texts)
     history = work / "progress.jsonl"
     for progress in train(head, shared, file, texts, held_out, config, work / "checkpoints"):
@@ -153,6 +166,7 @@ def _train_on(
         with history.open("a", encoding="utf-8") as lines:
             lines.write(json.dumps(progress._asdict()) + "\n")
         export_head(head, llm.config, llm.tokenizer, output)
+    export_head(head, llm.config, llm.tokenizer, output)  # where the last step was done, but not its file
 
 
 def draft_vocabulary(conversations: Sequence[Conversation], target: ModelConfig, size: int) -> np.ndarray:
@@ -167,7 +181,7 @@ def draft_vocabulary(conversations: Sequence[Conversation], target: ModelConfig,
 
 
 def held_out_texts(texts: Sequence[Text]) -> list[int]:
-    return list(range(0, len(texts), _EVERY_HELD_OUT))
+    return list(range(0, len(texts), max(_EVERY_HELD_OUT, -(-len(texts) // _MOST_HELD_OUT))))
 
 
 def describe(progress: Progress, config: TrainConfig) -> str:

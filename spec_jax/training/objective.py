@@ -26,16 +26,16 @@ class Batch(NamedTuple):
     hidden: Any  # [B, S, D]: the target's normed last hidden states
 
 
-class Weights(NamedTuple):
+class SharedWeights(NamedTuple):
     """What the head shares with its target and does not train."""
 
     embedding: Array  # [V, D]
     output: Array  # [Vd, D]: the target's own rows for the draft vocabulary
-    draft_ids: Array  # [V] int32: place in the draft vocabulary, -1 outside
+    places: Array  # [V] int32: place in the draft vocabulary, -1 outside
 
 
 def unrolled_loss(
-    head: Eagle3, shared: Weights, batch: Batch, num_steps: int, decay: float
+    head: Eagle3, shared: SharedWeights, batch: Batch, num_steps: int, decay: float
 ) -> tuple[Array, tuple[Array, Array]]:
     """Soft cross-entropy against the target's distribution over the draft vocabulary, summed over `num_steps` steps with
     weights `decay**j`.
@@ -52,7 +52,7 @@ def unrolled_loss(
     after = _shift(batch.tokens, -2)
     same = (batch.segments > 0) & (_shift(batch.segments, -1) == batch.segments)
     counts = same & (_shift(batch.segments, -2) == batch.segments)
-    is_known = counts & (shared.draft_ids[after] >= 0)
+    is_known = counts & (shared.places[after] >= 0)
     target_scores = jnp.einsum(
         "bsd,vd->bsv", _shift(batch.hidden, -1), shared.output, preferred_element_type=jnp.float32
     )  # fmt: skip

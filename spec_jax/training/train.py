@@ -14,14 +14,10 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 from flax import nnx
-from jax.sharding import Mesh
 
-from ..config import EagleConfig
-from ..models.decoder import Decoder
 from ..models.eagle import Eagle3
-from ..sharding import Axes, ShardingRules, place
 from .features import FeatureFile, Text
-from .objective import Batch, Weights, unrolled_loss
+from .objective import Batch, SharedWeights, unrolled_loss
 from .packing import batches, load
 
 _EVALUATED_STEPS = 5
@@ -59,7 +55,7 @@ class Progress(NamedTuple):
 
 def train(
     head: Eagle3,
-    shared: Weights,
+    shared: SharedWeights,
     file: FeatureFile,
     texts: Sequence[Text],
     held_out: Sequence[int],
@@ -82,7 +78,7 @@ def train(
             nnx.update(head, state["params"])
 
         @partial(jax.jit, donate_argnums=0, static_argnums=4)
-        def update(state: Any, rest: Any, shared: Weights, batch: Batch, num_unrolled: int) -> tuple[Any, Any]:
+        def update(state: Any, rest: Any, shared: SharedWeights, batch: Batch, num_unrolled: int) -> tuple[Any, Any]:
             def loss(params: Any) -> Any:
                 return unrolled_loss(
                     nnx.merge(graph, params, rest), shared, _cast(batch, params), num_unrolled, config.decay
@@ -95,7 +91,7 @@ def train(
             return {"params": params, "optimizer": optimizer_state, "num_tokens": num_tokens}, seen
 
         @jax.jit
-        def evaluate(params: Any, rest: Any, shared: Weights, batch: Batch) -> Any:
+        def evaluate(params: Any, rest: Any, shared: SharedWeights, batch: Batch) -> Any:
             head = nnx.merge(graph, params, rest)
             return unrolled_loss(head, shared, _cast(batch, params), _EVALUATED_STEPS, 1.0)[1][0]
 
@@ -145,50 +141,3 @@ def _cast(batch: Batch, params: Any) -> Batch:
     """Features in the dtype of the head."""
     dtype = jax.tree.leaves(params)[0].dtype
     return batch._replace(features=batch.features.astype(dtype), hidden=batch.hidden.astype(dtype))
-
-
-def new_head(
-    target: Decoder, config: EagleConfig, draft_ids: np.ndarray, seed: int, mesh: Mesh | None = None
-) -> Eagle3:
-    """An untrained head in float32 that starts from its target: feed-forward, attention and scores are those of the target's
-    last layer, and the features of the highest captured layer pass through."""
-    last: Any = target.layers[-1]
-    D, rules = config.layer.hidden_size, ShardingRules()
-    noise = np.random.default_rng(seed)
-    scores = target.embedding if target.head is None else target.head
-
-    def value(path: str, shape: tuple[int, ...]) -> jax.Array:
-        def near_zero() -> jax.Array:
-            return jnp.asarray(noise.normal(0, 0.02, shape), jnp.float32)
-
-        match path:
-            case "target_ids":
-                return jnp.asarray(draft_ids, jnp.int32)
-            case "head":
-                return scores[...][draft_ids].astype(jnp.float32)
-            case "norm":
-                return target.norm.weight[...].astype(jnp.float32)
-            case "fc":
-                high = jnp.eye(D, shape[1], shape[1] - D) if shape[1] >= D else 0
-                return near_zero() * 0.1 + high
-            case "layers.0.attention.qkv":
-                own = last.attention.qkv.weight[...].astype(jnp.float32)
-                return jnp.concatenate([near_zero()[:, :D], own], axis=1)
-            case "layers.0.attention.output":
-                return last.attention.output.weight[...].astype(jnp.float32)
-            case "layers.0.mlp.gate_up":
-                return last.mlp.gate_up[...].astype(jnp.float32)
-            case "layers.0.mlp.down":
-                return last.mlp.down.weight[...].astype(jnp.float32)
-            case "layers.0.hidden_norm":
-                return last.attention_norm.weight[...].astype(jnp.float32)
-            case "layers.0.mlp_norm":
-                return last.mlp_norm.weight[...].astype(jnp.float32)
-            case "layers.0.embedding_norm":
-                return jnp.ones(shape)
-        raise ValueError(path)
-
-    def source(path: str, shape: tuple[int, ...], axes: Axes) -> jax.Array:
-        return place(np.asarray(value(path, shape)), axes, mesh, rules)
-
-    return Eagle3(source, config, rules)
