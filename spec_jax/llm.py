@@ -38,7 +38,7 @@ class LLM:
         alone), "none", the folder or hub id of an EAGLE head (with n-grams), or "eagle:" and a folder (that head alone).
       num_draft_tokens: proposals per round, 0 to 16.
       draft_schedule: fewer of them where more sequences run at once, as pairs (most sequences, proposals per round); beyond
-        the last pair there are none. By default what was measured for the machine; `[]` always takes `num_draft_tokens`.
+        the last pair there are none. `[]` always takes `num_draft_tokens`; the default is `config.default_schedule`.
       dtype: of weights and activations: "bfloat16" or "float32".
       kv_cache_dtype: "auto", as `dtype`, or "fp8": float8 e4m3 with one scale per token and head, or with the calibrated
         scales of the checkpoint where it has them. Half the memory of bfloat16; what it costs is in the README.

@@ -320,6 +320,7 @@ def test_a_preempted_request_disturbs_nobody_and_nobody_it():
     assert run(engine, requests, after_step) == expected
 
 
+@pytest.mark.slow
 def test_with_a_float8_cache_the_text_is_that_of_plain_decoding_on_one():
     engine = make_engine(agreeing_head("EAGLE-3"), kv_cache_dtype="fp8")
     requests = make_requests(engine, PROMPTS[3:4], temperature=0.8)
