@@ -190,8 +190,8 @@ class DraftConfig:
 def default_schedule(platform: str, num_tokens: int) -> tuple[tuple[int, int], ...]:
     """How many drafts pay where more sequences run at once, as `DraftConfig.schedule`.
 
-    A CPU is busy with few rows: see `benchmarks/draft_schedule.py`. On a GPU the pass waits for memory up to many rows; there
-    the numbers follow what is published for EAGLE-3 chains on Hopper (vLLM, SGLang) and are not measured here.
+    A CPU is busy with few rows: see `benchmarks/draft_schedule.py`. On a GPU the pass waits for memory up to many rows;
+    there the numbers follow what is published for EAGLE-3 chains on Hopper (vLLM, SGLang) and are not measured here.
     """
     pairs = ((2, num_tokens), (4, 2)) if platform == "cpu" else ((32, num_tokens), (64, 3))
     return tuple((size, min(k, num_tokens)) for size, k in pairs)
