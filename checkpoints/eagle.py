@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from spec_jax.config import EagleConfig, ModelConfig
+from spec_jax.config import EagleConfig, ModelConfig, eagle3_layers
 from spec_jax.errors import UserError
 from spec_jax.models.eagle import EagleHead, create_head
 from spec_jax.sharding import Axes, ShardingRules, place
 from spec_jax.tokenizer import Tokenizer
 
 from .fields import check_config, damaged_fields
-from .huggingface import read_tokenizer, rope_scaling
+from .huggingface import layer_fields, read_tokenizer
 from .tensor_folder import TensorFolder, read_json
 from .weights import checkpoint_weights
 
@@ -193,7 +193,7 @@ def _read_config(
 
 def _captured(raw: dict[str, Any], layer_raw: dict[str, Any], target: ModelConfig) -> tuple[tuple[int, ...], str]:
     """The layers whose input is taken. vLLM and speculators name inputs, at the top level; SGLang, SpecForge and NVIDIA name
-    outputs, inside `eagle_config`. Files that name none follow the original: 2, n / 2, n - 3."""
+    outputs, inside `eagle_config`. Files that name none follow the original."""
     n = target.num_layers
     inputs = raw.get(LAYER_IDS) or layer_raw.get(LAYER_IDS)
     outputs = (raw.get("eagle_config") or layer_raw.get("eagle_config") or {}).get(LAYER_IDS)
@@ -202,7 +202,7 @@ def _captured(raw: dict[str, Any], layer_raw: dict[str, Any], target: ModelConfi
     elif outputs:
         captured, source = tuple(i + 1 for i in outputs), "named as outputs of the layers before"
     else:
-        captured, source = (2, n // 2, n - 3), "by default"
+        captured, source = eagle3_layers(n), "by default"
     if any(type(i) is not int or not 0 <= i <= n for i in captured):
         raise UserError(f"the head takes the inputs of layers {captured} ({source}): the target has {n} layers")
     return captured, source
@@ -214,22 +214,11 @@ def _flag(raw: dict[str, Any], layer_raw: dict[str, Any], name: str) -> bool:
 
 
 def _layer_config(raw: dict[str, Any], reader: _HeadReader, target: ModelConfig, folder: Path) -> ModelConfig:
-    rope = raw.get("rope_parameters") or {**(raw.get("rope_scaling") or {}), "rope_theta": raw.get("rope_theta", 1e4)}
     layer = "layers.0.self_attn."
     has_window = raw.get("use_sliding_window") or set(raw.get("layer_types") or ()) == {"sliding_attention"}
-    if raw.get("hidden_act", "silu") != "silu":
-        raise UserError(f"{folder}: activation {raw['hidden_act']!r} is not supported; supported: silu")
     config = ModelConfig(
-        vocab_size=raw["vocab_size"],
-        hidden_size=raw["hidden_size"],
+        **layer_fields(raw, folder),
         num_layers=raw.get("num_hidden_layers", 1),
-        num_heads=raw["num_attention_heads"],
-        num_kv_heads=raw.get("num_key_value_heads") or raw["num_attention_heads"],
-        head_dim=raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"],
-        ffn_size=raw["intermediate_size"],
-        rms_norm_eps=raw["rms_norm_eps"],
-        rope_theta=rope.get("rope_theta", 1e4),
-        rope_scaling=rope_scaling(rope, folder),
         max_position=target.max_position,  # what the file says is how long its training texts were, no limit
         qkv_bias=layer + "q_proj.bias" in reader,
         attention_output_bias=layer + "o_proj.bias" in reader,

@@ -1,6 +1,5 @@
 """Writing an EAGLE-3 head as other engines load it."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from spec_jax.models.eagle import EagleHead
 from spec_jax.tokenizer import Tokenizer
 
 from .eagle import FINGERPRINT, LAYER_IDS, vocabulary_fingerprint
+from .tensor_folder import write_json
 
 
 def export_head(
@@ -84,9 +84,7 @@ def export_head(
     partial = folder / "model.safetensors.partial"
     save_file(tensors, partial, metadata={"format": "pt"})
     partial.replace(folder / "model.safetensors")
-    partial = folder / "config.json.partial"
-    partial.write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
-    partial.replace(folder / "config.json")
+    write_json(folder / "config.json", raw)
 
 
 def _rope_fields(layer: ModelConfig) -> dict[str, Any]:

@@ -52,26 +52,38 @@ def read_config(folder: Path) -> ModelConfig:
         return check_config(_convert(raw, architecture, folder), path)
 
 
-def _convert(raw: dict[str, Any], architecture: str, folder: Path) -> ModelConfig:
+def rope_fields(raw: dict[str, Any]) -> dict[str, Any]:
+    """Of rotary embeddings, in the new spelling (`rope_parameters`) or the old."""
+    return raw.get("rope_parameters") or {**(raw.get("rope_scaling") or {}), "rope_theta": raw.get("rope_theta", 1e4)}
+
+
+def layer_fields(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Those fields of `ModelConfig` that a model and a draft head spell alike. Raises UserError for what is unsupported."""
     if raw.get("hidden_act", "silu") != "silu":
         raise UserError(f"{folder}: activation {raw['hidden_act']!r} is not supported; supported: silu")
+    rope = rope_fields(raw)
+    return {
+        "vocab_size": raw["vocab_size"],
+        "hidden_size": raw["hidden_size"],
+        "num_heads": raw["num_attention_heads"],
+        "num_kv_heads": raw.get("num_key_value_heads") or raw["num_attention_heads"],
+        "head_dim": raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"],
+        "ffn_size": raw["intermediate_size"],
+        "rms_norm_eps": raw["rms_norm_eps"],
+        "rope_theta": rope.get("rope_theta", 1e4),
+        "rope_scaling": _rope_scaling(rope, folder),
+    }
+
+
+def _convert(raw: dict[str, Any], architecture: str, folder: Path) -> ModelConfig:
     if _has_quantized_weights(raw.get("quantization_config") or {}):
         raise UserError(f"{folder} holds quantized weights, which are read from .gguf files only")
-    rope = raw.get("rope_parameters") or {**(raw.get("rope_scaling") or {}), "rope_theta": raw.get("rope_theta", 1e4)}
-    if rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) != 1.0:
+    if rope_fields(raw).get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) != 1.0:
         raise UserError(f"{folder}: partial rotary embeddings are not supported")
     bias = bool(raw.get("attention_bias", False))
     return ModelConfig(
-        vocab_size=raw["vocab_size"],
-        hidden_size=raw["hidden_size"],
+        **layer_fields(raw, folder),
         num_layers=raw["num_hidden_layers"],
-        num_heads=raw["num_attention_heads"],
-        num_kv_heads=raw.get("num_key_value_heads") or raw["num_attention_heads"],
-        head_dim=raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"],
-        ffn_size=raw["intermediate_size"],
-        rms_norm_eps=raw["rms_norm_eps"],
-        rope_theta=rope.get("rope_theta", 1e4),
-        rope_scaling=rope_scaling(rope, folder),
         max_position=raw["max_position_embeddings"],
         qkv_bias=bias or architecture == "Qwen2ForCausalLM",
         attention_output_bias=bias and architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM"),
@@ -94,7 +106,7 @@ def _has_quantized_weights(quantization: dict[str, Any]) -> bool:
     return not ("kv_cache_quant_algo" in inner and inner.get("quant_algo") is None)
 
 
-def rope_scaling(rope: dict[str, Any], folder: Path) -> Llama3RopeScaling | LinearRopeScaling | None:
+def _rope_scaling(rope: dict[str, Any], folder: Path) -> Llama3RopeScaling | LinearRopeScaling | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return None

@@ -60,6 +60,13 @@ def _weight_files(folder: Path) -> list[Path]:
     return files
 
 
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Whole or not at all."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The object that a JSON file holds. Raises UserError."""
     try:

@@ -83,6 +83,11 @@ class ModelConfig:
         return self.num_heads // self.num_kv_heads
 
 
+def eagle3_layers(num_layers: int) -> tuple[int, int, int]:
+    """The layers whose input an EAGLE-3 head takes where nothing is said: low, middle and high."""
+    return 2, num_layers // 2, num_layers - 3
+
+
 @dataclass(frozen=True)
 class EagleConfig:
     """One EAGLE draft head. `layer` is the shape of its decoder layers, its vocabulary that of the target.
@@ -114,7 +119,7 @@ class EagleConfig:
             raise UserError(f"draft_vocab_size is {draft_vocab_size}: allowed are 1 to {target.vocab_size}")
         return cls(
             version=3, layer=cls.llama_layer(target), target_hidden_size=target.hidden_size,
-            draft_vocab_size=draft_vocab_size, captured=(2, n // 2, n - 3), has_target_ids=True,
+            draft_vocab_size=draft_vocab_size, captured=eagle3_layers(n), has_target_ids=True,
         )  # fmt: skip
 
     @staticmethod

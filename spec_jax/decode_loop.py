@@ -27,6 +27,9 @@ RUNNING, STOPPED, LENGTH = 0, 1, 2
 """Why a slot is as it is: still running; ended by EOS or a stop id; ended by its token limit."""
 
 
+_NO_HEAD = jax.ShapeDtypeStruct((0,), jnp.float32)
+
+
 class DecodeState(NamedTuple):
     """Everything the device knows about its slots.
 
@@ -108,7 +111,7 @@ def create_state(
     max_stop_ids: int,
     num_draft_tokens: int,
     bad_words_shape: tuple[int, int] = (1, 2),
-    draft_hidden: jax.ShapeDtypeStruct | None = None,
+    draft_hidden: jax.ShapeDtypeStruct = _NO_HEAD,
 ) -> DecodeState:
     """All slots empty. `max_length` is L: the longest text, with room for the drafts behind it. `bad_words_shape` is how
     many bad words of how many tokens a slot can have; `draft_hidden` what a draft head keeps for a slot, [D]."""
@@ -142,7 +145,7 @@ def create_state(
             seed=full(2, dtype=np.uint32),
         ),
         wants_logprobs=full(dtype=np.bool_),
-        draft_hidden=full(0) if draft_hidden is None else full(*draft_hidden.shape, dtype=draft_hidden.dtype),
+        draft_hidden=full(*draft_hidden.shape, dtype=draft_hidden.dtype),
         rounds=full(),
         drafted=full(),
         accepted=full(num_draft_tokens),

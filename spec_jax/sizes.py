@@ -56,10 +56,10 @@ class Sizes:
         )  # fmt: skip
 
     @property
-    def draft_hidden(self) -> jax.ShapeDtypeStruct | None:
-        """What a draft head keeps for a slot, [D]."""
+    def draft_hidden(self) -> jax.ShapeDtypeStruct:
+        """What a draft head keeps for a slot, [D]; D is 0 without a head."""
         head = self.draft.head
-        return None if head is None else jax.ShapeDtypeStruct((head.layer.hidden_size,), jnp.dtype(self.dtype))
+        return jax.ShapeDtypeStruct((0 if head is None else head.layer.hidden_size,), jnp.dtype(self.dtype))
 
     def rounds(self, streams: bool) -> int:
         return self.config.rounds_per_burst_streaming if streams else self.config.rounds_per_burst

@@ -19,10 +19,9 @@ def slot_row(request: Request, sizes: Sizes) -> DecodeState:
     last token."""
     params, text, config = request.params, request.tokens, sizes.config
     num_draft_tokens, vocab_size = sizes.draft.num_tokens, sizes.model.vocab_size
-    hidden = sizes.draft_hidden
     draft_hidden: Any = request.draft_hidden
     if draft_hidden is None:  # no head; or a prompt of one token, which has had no prefill and gets no first draft
-        draft_hidden = np.zeros(0 if hidden is None else hidden.shape, np.int32 if hidden is None else hidden.dtype)
+        draft_hidden = np.zeros(sizes.draft_hidden.shape, sizes.draft_hidden.dtype)
     rounds, drafted, accepted = request.counters
 
     def array(value: Any, dtype: type = np.int32) -> Any:

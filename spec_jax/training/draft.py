@@ -15,7 +15,7 @@ import numpy as np
 from rich.console import Console
 
 from ..checkpoints import export_head
-from ..checkpoints.tensor_folder import read_json
+from ..checkpoints.tensor_folder import read_json, write_json
 from ..config import EagleConfig, ModelConfig
 from ..errors import UserError
 from ..llm import LLM
@@ -133,9 +133,7 @@ def _check_unchanged(path: Path, settings: dict[str, Any]) -> None:
             raise UserError(
                 f"{path.parent} was begun with {name} {before.get(name)!r}, not {value!r}: give that, or another folder"
             )
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(settings, indent=1), encoding="utf-8")
-    partial.replace(path)
+    write_json(path, settings)
 
 
 def _train_on(

@@ -1,12 +1,14 @@
 """The fixture checkpoints with their reference logits, and a plain way to run a decoder over a text."""
 
+import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from spec_jax.cache import abstract_cache, create_cache
 from spec_jax.checkpoints.weights import TensorReader, checkpoint_weights
@@ -47,3 +49,19 @@ def logits_of(decoder: Decoder, tokens: np.ndarray, chunks: Iterable[int] = ()) 
         hidden, cache = decoder(jnp.asarray(tokens[chunk][None]), rows, cache)
         logits.append(np.asarray(decoder.logits(hidden))[0])
     return np.concatenate(logits)
+
+
+def edit_config(folder: Path, **changes: Any) -> Path:
+    """Sets fields of config.json; a field set to `...` is taken out."""
+    path = folder / "config.json"
+    raw = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in raw.items() if value is not ...}))
+    return folder
+
+
+def edit_tensors(folder: Path, change: Callable[[dict[str, np.ndarray]], object]) -> Path:
+    path = folder / "model.safetensors"
+    tensors = dict(load_file(path))
+    change(tensors)
+    save_file(tensors, path)
+    return folder

@@ -22,6 +22,7 @@ from spec_jax.models.decoder import Decoder
 from spec_jax.models.eagle import EagleHead, create_head
 from spec_jax.models.layers import random_weights
 from spec_jax.tokenizer import Tokenizer
+from tests.checkpoints.helpers import edit_config, edit_tensors
 from tests.conftest import TINY, byte_tokenizer
 from tests.eagle_reference import ReferenceHead, random_tensors, run_head
 
@@ -75,22 +76,6 @@ def write_speculators(folder: Path, config: EagleConfig, kind: str = "eagle3", *
         "embed_requires_grad": False,
     }  # fmt: skip
     return write(folder, raw | fields, tensors)
-
-
-def edit_config(folder: Path, **changes: Any) -> Path:
-    """Sets fields of config.json; a field set to `...` is taken out."""
-    path = folder / "config.json"
-    raw = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({key: value for key, value in raw.items() if value is not ...}))
-    return folder
-
-
-def edit_tensors(folder: Path, change: Callable[[dict[str, np.ndarray]], object]) -> Path:
-    path = folder / "model.safetensors"
-    tensors = dict(load_file(path))
-    change(tensors)
-    save_file(tensors, path)
-    return folder
 
 
 def open_for(folder: Path, target: ModelConfig = TARGET) -> Any:

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer as Backend
 
 from spec_jax.checkpoints import open_model
@@ -17,7 +16,16 @@ from spec_jax.checkpoints.huggingface import HuggingFaceModel, read_config, read
 from spec_jax.config import LinearRopeScaling, Llama3RopeScaling
 from spec_jax.errors import UserError
 from spec_jax.models.decoder import Decoder
-from tests.checkpoints.helpers import FIXTURES, TOLERANCE, copy_of, load, logits_of, reference
+from tests.checkpoints.helpers import (
+    FIXTURES,
+    TOLERANCE,
+    copy_of,
+    edit_config,
+    edit_tensors,
+    load,
+    logits_of,
+    reference,
+)
 
 NAMES = [
     "llama", "llama_biases", "llama_linear_rope", "llama_llama3_rope",
@@ -40,22 +48,6 @@ def decoders() -> Callable[[str], Decoder]:
 @pytest.fixture
 def llama(tmp_path: Path) -> Path:
     return copy_of("llama", tmp_path)
-
-
-def edit_config(folder: Path, **changes: Any) -> Path:
-    """Sets fields of config.json; a field set to `...` is taken out."""
-    path = folder / "config.json"
-    raw = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({key: value for key, value in raw.items() if value is not ...}))
-    return folder
-
-
-def edit_tensors(folder: Path, change: Callable[[dict[str, np.ndarray]], object]) -> Path:
-    path = folder / "model.safetensors"
-    tensors = dict(load_file(path))
-    change(tensors)
-    save_file(tensors, path)
-    return folder
 
 
 def refuses(text: str) -> pytest.RaisesExc:
