@@ -20,7 +20,7 @@ def main() -> None:
     prompt = [{"role": "user", "content": QUESTION}]
     params = SamplingParams(max_tokens=160)
     answers = {}
-    for draft in ("none", "ngram"):
+    for draft in ("none", "auto"):
         print(f"loading with draft={draft} (the first start compiles for about half a minute) ...", flush=True)
         llm = LLM("smollm2-135m", draft=draft, max_num_seqs=1, warm_up=prompt)
         llm.generate(prompt, params)  # once untimed: first runs set things up
@@ -34,7 +34,7 @@ def main() -> None:
             f"\n--- draft={draft}: {len(output.token_ids)} tokens in {stats.rounds} passes "
             f"({stats.acceptance_length:.2f} per pass), {1000 * stats.tpot_s:.1f} ms per token\n"
         )
-    plain, drafted = answers["none"], answers["ngram"]
+    plain, drafted = answers["none"], answers["auto"]
     same = plain.token_ids == drafted.token_ids
     print(f"same text: {'yes, token for token' if same else 'NO'}")
     print(f"faster: {plain.stats.tpot_s / drafted.stats.tpot_s:.2f} x per token")

@@ -143,13 +143,15 @@ class DraftConfig:
     `num_tokens` 0 is plain decoding. `schedule` is how many of them where more sequences run at once: pairs (most sequences,
     tokens), ascending; beyond the last pair there are no drafts, and without pairs always `num_tokens`.
     `ngram_min .. ngram_max` is the length of the suffix that must have occurred before;
-    `ngram_max` 0 is no n-grams. Where no suffix did, a `head` proposes, if there is one.
+    `ngram_max` 0 is no n-grams. Where no suffix did, a `head` proposes, if there is one; its chain ends where by its own
+    word all of it is right with a probability below `min_confidence`.
     """
 
     num_tokens: int = 5
     ngram_min: int = 1
     ngram_max: int = 3
     head: EagleConfig | None = None
+    min_confidence: float = 0.0
     schedule: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
@@ -161,6 +163,8 @@ class DraftConfig:
                 f"draft schedule {self.schedule} cannot be used: it takes pairs (most sequences, drafts), the sequences "
                 f"ascending, and 0 to {self.num_tokens} drafts"
             )
+        if not 0 <= self.min_confidence <= 1:
+            raise UserError(f"min_draft_confidence is {self.min_confidence}: allowed are 0 (always all drafts) to 1")
         if self.ngram_max and not 1 <= self.ngram_min <= self.ngram_max:
             raise UserError(f"n-gram lengths {self.ngram_min}..{self.ngram_max}: need 1 <= min <= max")
 
@@ -171,11 +175,12 @@ class DraftConfig:
         *,
         uses_ngrams: bool,
         head: EagleConfig | None,
+        min_confidence: float = 0.0,
         schedule: tuple[tuple[int, int], ...] = (),
     ) -> "DraftConfig":
         """Beside a head, n-grams propose only where the match is long. `num_draft_tokens` 0 is no drafts, and the most that
         `schedule` gives."""
-        config = cls(num_tokens=num_draft_tokens)
+        config = cls(num_tokens=num_draft_tokens, min_confidence=min_confidence)
         if num_draft_tokens == 0 or (head is None and not uses_ngrams):
             return cls(num_tokens=0)
         config = replace(config, schedule=tuple((size, min(k, num_draft_tokens)) for size, k in schedule))
@@ -201,6 +206,12 @@ def default_schedule(platform: str, num_tokens: int) -> tuple[tuple[int, int], .
     """
     pairs = ((2, num_tokens), (4, 2)) if platform == "cpu" else ((32, num_tokens), (64, 3))
     return tuple((size, min(k, num_tokens)) for size, k in pairs)
+
+
+def default_min_confidence(platform: str) -> float:
+    """`DraftConfig.min_confidence` where none is given. A CPU is slowed by each pass of a head; a GPU, where drafts are
+    cheap and a program without branches is better, always drafts all."""
+    return 0.15 if platform == "cpu" else 0.0
 
 
 @dataclass(frozen=True)

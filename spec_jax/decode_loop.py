@@ -51,6 +51,7 @@ class DecodeState(NamedTuple):
     rounds: Array  # [B] int32: passes of the target for this slot
     drafted: Array  # [B] int32: drafts verified
     accepted: Array  # [B, K] int32: drafts committed, by their place in the draft
+    head_drafts: Array  # [B, 2] int32: of the drafts, those of a head: verified, committed
 
 
 class Constraint(NamedTuple):
@@ -79,6 +80,7 @@ class BurstOutput(NamedTuple):
     rounds: Array  # [B] int32, since the slot began; so are the two below
     drafted: Array  # [B] int32
     accepted: Array  # [B, K] int32
+    head_drafts: Array  # [B, 2] int32
 
 
 @dataclass(frozen=True)
@@ -149,6 +151,7 @@ def create_state(
         rounds=full(),
         drafted=full(),
         accepted=full(num_draft_tokens),
+        head_drafts=full(2),
     )
     return jax.device_put(state)
 
@@ -202,7 +205,7 @@ def decode_burst(
     proposed, num_proposed = None, None
     if constraint is not None:
         followed = slots._replace(active=slots.active & constraint.is_constrained)
-        proposed, num_proposed, cache = draft(model, cache, followed, shape, None, head)
+        (proposed, num_proposed, _), cache = draft(model, cache, followed, shape, None, head)
     output = BurstOutput(
         tokens=jnp.take_along_axis(slots.tokens, where, axis=1),
         logprobs=table,
@@ -213,6 +216,7 @@ def decode_burst(
         rounds=slots.rounds,
         drafted=slots.drafted,
         accepted=slots.accepted,
+        head_drafts=slots.head_drafts,
     )
     slots = slots._replace(block_tables=full_tables)
     state = jax.tree.map(lambda whole, part: whole.at[: shape.num_slots].set(part), state, slots)
@@ -229,12 +233,21 @@ def decode_round(
     head: EagleHead | None = None,
 ) -> tuple[PagedCache, DecodeState, TokenLogprobs | None]:
     """One round: draft, verify, accept, stop, commit."""
-    drafts, num_drafts, cache = draft(model, cache, state, shape, constraint, head)
+    proposal, cache = draft(model, cache, state, shape, constraint, head)
+    drafts, num_drafts, _ = proposal
     allowed = None if constraint is None else constraint.allowed
     cache, checked = verify(model, cache, state, drafts, num_drafts, token_bias, shape, allowed, head)
     num_agreeing = accept(checked.targets, drafts, num_drafts)
     num_emitted, finish = stop(checked.targets, num_agreeing + 1, state)
-    return cache, commit(state, checked, num_drafts, num_agreeing, num_emitted, finish), checked.logprobs
+    return cache, commit(state, checked, proposal, num_agreeing, num_emitted, finish), checked.logprobs
+
+
+class Proposal(NamedTuple):
+    """What is to be verified."""
+
+    drafts: Array  # [B, K] int32
+    num_drafts: Array  # [B] int32: how many of them are meant
+    is_from_head: Array  # [B] bool
 
 
 def draft(
@@ -244,17 +257,17 @@ def draft(
     shape: BurstShape,
     constraint: Constraint | None = None,
     head: EagleHead | None = None,
-) -> tuple[Array, Array, PagedCache]:
-    """Proposed tokens [B, K], how many of them are meant, [B], and the cache with what a head wrote on its way. Never more
-    than the slot may still take.
+) -> tuple[Proposal, PagedCache]:
+    """Proposed tokens, never more than the slot may still take, and the cache with what a head wrote on its way.
 
     A head works in the rounds where some slot has no n-gram to go by; elsewhere its work is skipped.
     """
     config, K = shape.draft, shape.draft.num_tokens
     drafts = jnp.zeros((state.length.shape[0], K), jnp.int32)
     meant = jnp.zeros_like(state.length)
+    wanted = jnp.zeros_like(state.active)
     if K == 0:
-        return drafts, meant, cache
+        return Proposal(drafts, meant, wanted), cache
     if config.ngram_max > 0:
         drafts, match_length = propose_ngram(state.tokens, state.length, config)
         meant = jnp.where(match_length > 1, K, shape.num_weak_drafts)
@@ -264,20 +277,20 @@ def draft(
         if constraint is not None:
             wanted &= ~constraint.is_constrained
 
-        def propose(cache: PagedCache) -> tuple[Array, PagedCache]:
+        def propose(cache: PagedCache) -> tuple[Array, Array, PagedCache]:
             return propose_eagle(
                 model, head, cache, state.draft_hidden, state.length, state.block_tables, wanted, state.sampling,
-                K, shape.head_rows,
+                config, shape.head_rows,
             )  # fmt: skip
 
-        own, cache = jax.lax.cond(jnp.any(wanted), propose, lambda cache: (drafts, cache), cache)
+        own, num_own, cache = jax.lax.cond(jnp.any(wanted), propose, lambda cache: (drafts, meant, cache), cache)
         drafts = jnp.where(wanted[:, None], own, drafts)
-        meant = jnp.where(wanted & (state.length > 1), K, meant)
+        meant = jnp.where(wanted & (state.length > 1), num_own, meant)
     if constraint is not None:
         drafts = jnp.where(constraint.is_constrained[:, None], constraint.drafts, drafts)
         meant = jnp.where(constraint.is_constrained, constraint.num_drafts, meant)
     room = jnp.maximum(state.max_length - state.length - 1, 0)  # the pass itself gives one token more
-    return drafts, jnp.where(state.active, jnp.minimum(meant, room), 0), cache
+    return Proposal(drafts, jnp.where(state.active, jnp.minimum(meant, room), 0), wanted), cache
 
 
 class Checked(NamedTuple):
@@ -376,11 +389,12 @@ def stop(targets: Array, num_tokens: Array, state: DecodeState) -> tuple[Array, 
 
 
 def commit(
-    state: DecodeState, checked: Checked, num_drafts: Array, num_agreeing: Array, num_emitted: Array, finish: Array
+    state: DecodeState, checked: Checked, proposal: Proposal, num_agreeing: Array, num_emitted: Array, finish: Array
 ) -> DecodeState:
     """Appends the emitted tokens and counts. Accepted drafts count only where they were committed."""
     index = jnp.arange(state.accepted.shape[1], dtype=jnp.int32)
-    committed_drafts = index < jnp.minimum(num_agreeing, num_emitted)[:, None]
+    num_committed = jnp.minimum(num_agreeing, num_emitted)
+    of_head = jnp.stack([proposal.num_drafts, num_committed], axis=1)
     last = jnp.maximum(num_emitted - 1, 0)[:, None, None]
     draft_hidden = jnp.take_along_axis(checked.draft_hidden, last, axis=1)[:, 0]
     return state._replace(
@@ -390,8 +404,9 @@ def commit(
         finish=finish,
         active=state.active & (finish == RUNNING),
         rounds=state.rounds + state.active,
-        drafted=state.drafted + num_drafts,
-        accepted=state.accepted + committed_drafts,
+        drafted=state.drafted + proposal.num_drafts,
+        accepted=state.accepted + (index < num_committed[:, None]),
+        head_drafts=state.head_drafts + jnp.where(proposal.is_from_head[:, None], of_head, 0),
     )
 
 

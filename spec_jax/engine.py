@@ -26,7 +26,7 @@ from .models.decoder import Decoder
 from .models.eagle import EagleHead
 from .params import SamplingParams
 from .programs import Program, Programs
-from .request import Request
+from .request import Counters, Request
 from .scheduler import Scheduler
 from .sharding import ShardingRules
 from .sizes import Sizes
@@ -185,12 +185,14 @@ class Engine:
         return failed + (self._collect(previous) if previous else [])
 
     def draft_cost(self, num_slots: int = 1, repetitions: int = 15) -> float:
-        """What drafting costs in a round where a head must, as a share of the target's own pass over the same rows.
+        """What drafting costs in a round where a head proposes all it may, as a share of the target's own pass over the same
+        rows.
 
         Medians of `repetitions` runs on empty slots; 0 without drafts. Requests must have ended."""
         assert not self.scheduler.has_work
         self.step()  # the burst that was on its way when the last one ended
         shape = self.sizes.burst(num_slots, num_slots, self.config.min_context_bucket, False, False)
+        shape = replace(shape, draft=replace(shape.draft, min_confidence=0.0))
         if shape.draft.num_tokens == 0:
             return 0.0
         here = self._on_device
@@ -356,9 +358,12 @@ class Engine:
             for slot, request in burst.requests.items():
                 if request.is_finished:
                     continue
-                counters = (int(out.rounds[slot]), int(out.drafted[slot]), tuple(map(int, out.accepted[slot])))
-                self._watch_head(counters[1] - request.counters[1], sum(counters[2]) - sum(request.counters[2]))
-                request.counters = counters
+                before = request.counters.head_drafts
+                request.counters = Counters(
+                    rounds=int(out.rounds[slot]), drafted=int(out.drafted[slot]),
+                    accepted=tuple(map(int, out.accepted[slot])), head_drafts=tuple(map(int, out.head_drafts[slot])),
+                )  # fmt: skip
+                self._watch_head(*(now - then for now, then in zip(request.counters.head_drafts, before, strict=True)))
                 reason = _FINISH_REASONS.get(int(out.finish[slot]))
                 tokens = out.tokens[slot, : out.num_tokens[slot]].tolist()
                 logprobs = None if out.logprobs is None else jax.tree.map(lambda x, slot=slot: x[slot], out.logprobs)
@@ -372,9 +377,9 @@ class Engine:
         return changed
 
     def _watch_head(self, drafted: int, accepted: int) -> None:
-        """Says once when next to nothing of what a head drafts, alone, is what the target says."""
+        """Says once when next to nothing of what a head drafts is what the target says."""
         self._drafted, self._accepted = self._drafted + drafted, self._accepted + accepted
-        if self.draft.head is None or self.draft.ngram_max or self._has_warned or self._drafted < _DRAFTS_WATCHED:
+        if self._has_warned or self._drafted < _DRAFTS_WATCHED:
             return
         if self._accepted < _LEAST_ACCEPTED * self._drafted:
             self._has_warned = True

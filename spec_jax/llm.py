@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from .checkpoints import Drafter, HeadFiles, open_drafter, open_model
 from .compilation import quiet_absent_gpu, use_compilation_cache
-from .config import DraftConfig, EngineConfig, default_schedule
+from .config import DraftConfig, EngineConfig, default_min_confidence, default_schedule
 from .engine import Engine
 from .errors import UserError
 from .grammar import Grammar, GrammarCompiler
@@ -39,6 +39,8 @@ class LLM:
       num_draft_tokens: proposals per round, 0 to 16.
       draft_schedule: fewer of them where more sequences run at once, as pairs (most sequences, proposals per round); beyond
         the last pair there are none. `[]` always takes `num_draft_tokens`; the default is `config.default_schedule`.
+      min_draft_confidence: a head stops drafting where by its own word all drafts so far are right with a probability
+        below this; 0 always takes all. The default is `config.default_min_confidence`.
       dtype: of weights and activations: "bfloat16" or "float32".
       kv_cache_dtype: "auto", as `dtype`, or "fp8": float8 e4m3 with one scale per token and head, or with the calibrated
         scales of the checkpoint where it has them. Half the memory of bfloat16; what it costs is in the README.
@@ -64,6 +66,7 @@ class LLM:
         draft: str = "auto",
         num_draft_tokens: int = 5,
         draft_schedule: Sequence[tuple[int, int]] | None = None,
+        min_draft_confidence: float | None = None,
         dtype: str = "bfloat16",
         kv_cache_dtype: str = "auto",
         max_model_len: int | None = None,
@@ -77,7 +80,8 @@ class LLM:
         rules: ShardingRules | None = None,
         prefill_mesh: Mesh | None = None,
     ):
-        DraftConfig(num_tokens=num_draft_tokens)  # refused before anything is fetched
+        # Refused before anything is fetched.
+        DraftConfig(num_tokens=num_draft_tokens, min_confidence=min_draft_confidence or 0.0)
         if dtype not in DTYPES:
             raise UserError(f"dtype {dtype!r} is unknown: allowed are {', '.join(DTYPES)}")
         quiet_absent_gpu()
@@ -107,7 +111,7 @@ class LLM:
         self._open_drafter = partial(open_drafter, model=model, target=files)
         self._load_head = partial(HeadFiles.load, dtype=dtype, mesh=mesh, rules=rules)
         drafter = self._open_drafter(draft)
-        self._draft_schedule = draft_schedule
+        self._draft_schedule, self._min_draft_confidence = draft_schedule, min_draft_confidence
         self.engine = self._create_engine(draft=self._draft_config(drafter, num_draft_tokens))
         with ThreadPoolExecutor(1) as compiler:
             compiling = []
@@ -131,9 +135,12 @@ class LLM:
         return other
 
     def _draft_config(self, drafter: Drafter, num_draft_tokens: int) -> DraftConfig:
-        schedule = self._draft_schedule
+        schedule, min_confidence = self._draft_schedule, self._min_draft_confidence
+        platform = target_device(self.mesh).platform
         if schedule is None:
-            schedule = default_schedule(target_device(self.mesh).platform, num_draft_tokens)
+            schedule = default_schedule(platform, num_draft_tokens)
+        if min_confidence is None:
+            min_confidence = default_min_confidence(platform)
         head = None if drafter.head is None else drafter.head.config
         try:
             pairs = tuple((int(size), int(k)) for size, k in schedule)
@@ -141,7 +148,9 @@ class LLM:
             raise UserError(
                 f"draft_schedule is {schedule!r}: give pairs (most sequences, proposals per round)"
             ) from None
-        return DraftConfig.create(num_draft_tokens, uses_ngrams=drafter.uses_ngrams, head=head, schedule=pairs)
+        return DraftConfig.create(
+            num_draft_tokens, uses_ngrams=drafter.uses_ngrams, head=head, min_confidence=min_confidence, schedule=pairs
+        )
 
     def _load_into(self, engine: Engine, drafter: Drafter) -> None:
         if engine.draft.head is None or drafter.head is None:

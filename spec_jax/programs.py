@@ -150,7 +150,7 @@ class Programs:
                 block_tables=slots.block_tables[:, : shape.num_pages],
             )  # fmt: skip
             if part == "draft":
-                *proposed, cache = draft(model, cache, slots, shape, None, head)
+                proposed, cache = draft(model, cache, slots, shape, None, head)
                 return cache, proposed
             drafts = slots.tokens[:, : shape.draft.num_tokens]
             bias = jnp.zeros((shape.num_slots, 0), jnp.float32)

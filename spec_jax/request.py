@@ -32,6 +32,15 @@ class RequestStats:
     tokens_per_s: float = 0.0
 
 
+class Counters(NamedTuple):
+    """Of one request, as `decode_loop.DecodeState` has them."""
+
+    rounds: int = 0
+    drafted: int = 0
+    accepted: tuple[int, ...] = ()
+    head_drafts: tuple[int, ...] = (0, 0)
+
+
 class Logprob(NamedTuple):
     """Natural logarithm of a token's probability, its rank (1 is the best), and the token as text."""
 
@@ -129,7 +138,7 @@ class Request:
     first_token_at: float = 0.0
     last_token_at: float = 0.0
     num_first: int = 0  # tokens that came with the first burst
-    counters: tuple[int, int, tuple[int, ...]] = (0, 0, ())
+    counters: Counters = field(default_factory=Counters)
 
     def __post_init__(self) -> None:
         self._decoder = StreamDecoder(self.tokenizer, skip_special_tokens=self.params.skip_special_tokens)
@@ -230,7 +239,7 @@ class Request:
         )
 
     def _stats(self) -> RequestStats:
-        rounds, drafted, accepted = self.counters
+        rounds, drafted, accepted, _ = self.counters
         seconds = self.last_token_at - self.first_token_at
         later = len(self.output) - self.num_first
         total = self.last_token_at - self.arrived

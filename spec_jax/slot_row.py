@@ -22,7 +22,7 @@ def slot_row(request: Request, sizes: Sizes) -> DecodeState:
     draft_hidden: Any = request.draft_hidden
     if draft_hidden is None:  # no head; or a prompt of one token, which has had no prefill and gets no first draft
         draft_hidden = np.zeros(sizes.draft_hidden.shape, sizes.draft_hidden.dtype)
-    rounds, drafted, accepted = request.counters
+    rounds, drafted, accepted, head_drafts = request.counters
 
     def array(value: Any, dtype: type = np.int32) -> Any:
         return np.asarray(value, dtype)
@@ -57,6 +57,7 @@ def slot_row(request: Request, sizes: Sizes) -> DecodeState:
         rounds=array(rounds),
         drafted=array(drafted),
         accepted=filled(accepted, num_draft_tokens),
+        head_drafts=array(head_drafts),
     )
 
 

@@ -100,7 +100,11 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory, tiny_decoder: Decoder)
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Tests neither read nor fill the user's cache of compiled programs; the model cache is the user's."""
+    """Tests neither read nor fill the user's cache of compiled programs, but share one; the model cache is the user's."""
     import jax
 
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("xla")))
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # of all workers
+    jax.config.update("jax_compilation_cache_dir", str(folder / "xla"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)

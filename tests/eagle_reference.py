@@ -126,16 +126,22 @@ class ReferenceHead:
     def draft(self, features: np.ndarray, text: list[int], num_tokens: int, noise=None) -> list[int]:
         """Tokens after `text`, from the target's features of all its tokens but the last. Each step takes the output before
         it, as it is. `noise(position)` [V], where given, is added to the scores."""
+        return self.draft_with_confidence(features, text, num_tokens, noise)[0]
+
+    def draft_with_confidence(self, features: np.ndarray, text: list[int], num_tokens: int, noise=None):
+        """`draft`, and the probability that the head gives its best token at each step."""
         hidden, following = self.fuse(features), list(text[1:])
         drafts: list[int] = []
+        best: list[float] = []
         for _ in range(num_tokens):
             output = self.run(hidden, following)[-1:]
             scores = self.scores(output)[0]
+            best.append(float(1 / np.exp(scores - scores.max()).sum()))
             if noise is not None:
                 scores = scores + noise(len(text) + len(drafts))[self.target_ids]
             drafts.append(int(self.target_ids[scores.argmax()]))
             hidden, following = np.concatenate([hidden, output]), [*following, drafts[-1]]
-        return drafts
+        return drafts, best
 
     def _norm(self, x: np.ndarray, name: str) -> np.ndarray:
         return x / np.sqrt(np.mean(x * x, -1, keepdims=True) + self.config.layer.rms_norm_eps) * self.w[name]

@@ -64,7 +64,7 @@ def test_with_a_draft_head_the_loop_is_still_one_cuda_graph(target, devices):
     ("target", "case"),
     [
         ("h200", LLAMA_70B),
-        ("b200", LLAMA_8B),
+        pytest.param("b200", LLAMA_8B, marks=pytest.mark.slow),
         pytest.param("b200", LLAMA_70B, marks=pytest.mark.slow),
         pytest.param("h200", LLAMA_8B, marks=pytest.mark.slow),
         pytest.param("h200", ("qwen3-8b", 4, "fp8", 8), marks=pytest.mark.slow),

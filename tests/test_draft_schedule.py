@@ -88,11 +88,13 @@ def test_a_batch_too_large_for_drafts_runs_as_plain_decoding(tiny_folder):
     assert alone.token_ids == outputs[0].token_ids
 
 
-def test_a_head_of_no_use_is_named_once_and_the_text_is_right(caplog):
+@pytest.mark.parametrize("ngram_max", [0, 3])
+def test_a_head_of_no_use_is_named_once_and_the_text_is_right(ngram_max, caplog):
+    """Also where n-grams, whose drafts are good, stand before it."""
     head = create_head(random_weights(seed=9, dtype=jnp.float32), EAGLE3)
     for leaf in jax.tree.leaves(head.layer.mlp.down.weight):
         head.layer.mlp.down.weight[...] = jnp.full_like(leaf, jnp.nan)
-    engine = make_engine((), head)
+    engine = make_engine((), head, ngram_max)
     with caplog.at_level(logging.WARNING, "spec_jax"):
         for _ in range(5):
             requests = make_requests(engine, PROMPTS[1:4], max_tokens=60)

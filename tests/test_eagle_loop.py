@@ -29,6 +29,7 @@ from tests.conftest import TINY
 from tests.test_engine import PROMPTS, TOKENIZER, assert_empty, make_request
 
 PAGE, ROOM = 8, 128
+SURE = 0.03  # a confidence where some chains end early
 LAYER = replace(TINY, num_layers=1, num_kv_heads=4, max_position=16)  # what a head was trained for is no limit
 EAGLE1 = EagleConfig(version=1, layer=LAYER, target_hidden_size=32, draft_vocab_size=259)
 EAGLE3 = EagleConfig(
@@ -96,14 +97,16 @@ def programs(draft: DraftConfig, options: EngineConfig) -> Programs:
     return Engine(TINY, draft, options, "float32").programs
 
 
-def make_engine(head: EagleHead | None, k=3, *, ngram_max=0, **options) -> Engine:
+def make_engine(head: EagleHead | None, k=3, *, ngram_max=0, min_confidence=0.0, **options) -> Engine:
     config = EngineConfig(
         **{
             "max_model_len": ROOM, "max_num_seqs": 4, "num_kv_tokens": 512, "page_size": PAGE, "prefill_chunks": (16,),
             "min_context_bucket": ROOM, "rounds_per_burst": 4, "rounds_per_burst_streaming": 1,
         } | options
     )  # fmt: skip
-    draft = DraftConfig(k, ngram_min=2, ngram_max=ngram_max, head=None if head is None else head.config)
+    draft = DraftConfig(
+        k, ngram_min=2, ngram_max=ngram_max, head=None if head is None else head.config, min_confidence=min_confidence
+    )
     engine = Engine(TINY, draft, config, "float32")
     engine.programs = programs(draft, config)
     engine.sizes.num_slots = lambda needed: 1 if needed == 1 else 4  # two programs for all batches
@@ -224,12 +227,18 @@ def test_after_each_round_the_draft_cache_is_that_of_a_fresh_prefill(name, ngram
     assert compare.num_compared > 40
 
 
-def test_after_bursts_of_several_rounds_the_draft_cache_is_true_as_well():
+@pytest.mark.parametrize("min_confidence", [0.0, SURE])
+def test_after_bursts_of_several_rounds_the_draft_cache_is_true_as_well(min_confidence):
+    """Also where chains end early, at different drafts beside each other."""
     head = agreeing_head("EAGLE-3")
-    engine = make_engine(head, ngram_max=3)
+    engine = make_engine(head, ngram_max=3, min_confidence=min_confidence)
     compare = TrueCache(engine, head)
-    run(engine, make_requests(engine, temperature=0.8), compare)
+    requests = make_requests(engine, temperature=0.8)
+    assert run(engine, requests, compare) == plain_texts(temperature=0.8)
     assert compare.num_compared > 5
+    drafted = sum(request.counters.head_drafts[0] for request in requests)
+    rounds = sum(request.counters.rounds for request in requests)
+    assert rounds < drafted < (2.2 if min_confidence else 3.0) * rounds
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

@@ -110,7 +110,7 @@ ALL = [(k, slots) for k in range(7) for slots in (1, 3, 8)]
 @pytest.mark.parametrize(
     ("k", "slots"), [*FAST, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in ALL if pair not in FAST)]
 )
-@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_a_text_is_the_same_in_any_company(plain, engines, k, slots, data):
     llm = engines(k, slots)

@@ -35,5 +35,6 @@ def test_drafts_pay_and_change_nothing(drafted):
         assert found.token_ids == expected.token_ids
         assert found.text == expected.text
         assert expected.stats.rounds == len(expected.token_ids)
+    assert drafted.engine.draft.head is not None
     [greedy] = drafted.generate(SUMMARIZE, SamplingParams(max_tokens=60))
     assert greedy.stats.acceptance_length > 1.5

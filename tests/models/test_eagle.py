@@ -9,7 +9,7 @@ import pytest
 
 from spec_jax.cache import abstract_cache, create_cache
 from spec_jax.checkpoints.weights import checkpoint_weights
-from spec_jax.config import EagleConfig
+from spec_jax.config import DraftConfig, EagleConfig
 from spec_jax.drafting import propose_eagle
 from spec_jax.models.decoder import Decoder, Rows
 from spec_jax.models.eagle import EagleHead, create_head, run_target
@@ -146,7 +146,7 @@ def prefilled(head: EagleHead, target: Decoder, padding: int = 32):
     return cache, jnp.asarray(tables), jnp.stack(hidden)
 
 
-def propose(head, target, num_tokens, sampling, active=(True, True, True), num_rows=1):
+def propose_counted(head, target, config, sampling, active=(True, True, True), num_rows=1):
     cache, tables, hidden = prefilled(head, target)
     run = jax.jit(
         lambda cache: propose_eagle(
@@ -158,12 +158,18 @@ def propose(head, target, num_tokens, sampling, active=(True, True, True), num_r
             tables,
             jnp.asarray(active),
             sampling,
-            num_tokens,
+            config,
             num_rows,
         )
     )
-    drafts, after = run(cache)
-    return np.asarray(drafts), cache, after, tables
+    drafts, num_drafts, after = run(cache)
+    return np.asarray(drafts), np.asarray(num_drafts), cache, after, tables
+
+
+def propose(head, target, num_tokens, *args, **options):
+    drafts, num_drafts, *rest = propose_counted(head, target, DraftConfig(num_tokens), *args, **options)
+    assert set(num_drafts.tolist()) <= {0, num_tokens}
+    return drafts, *rest
 
 
 @pytest.mark.parametrize(
@@ -180,6 +186,31 @@ def test_greedy_drafts_are_those_of_the_reference_that_feeds_itself(name, num_ro
     features = true_features(reference, tiny_decoder, TEXT)
     for row, length in zip(drafts.tolist(), LENGTHS, strict=True):
         assert row == reference.draft(features[: length - 1], TEXT[:length], 4)
+
+
+@pytest.mark.parametrize("name", ["EAGLE-3", "EAGLE-1"])
+def test_a_chain_ends_behind_the_draft_up_to_which_the_head_is_not_sure_enough(name, tiny_decoder):
+    head, reference = create_both(name, tiny_decoder)
+    features = true_features(reference, tiny_decoder, TEXT)
+    expected = [reference.draft_with_confidence(features[: n - 1], TEXT[:n], 4) for n in LENGTHS]
+    sure = np.cumprod([best for _, best in expected], axis=1)
+    for least, several in [(sure[:, 0].min() * 1.01, True), (sure[:, 1].min() * 1.01, True), (1.0, False)]:
+        config = DraftConfig(4, min_confidence=float(least))
+        drafts, num_drafts, before, after, tables = propose_counted(head, tiny_decoder, config, greedy(3))
+        counts = [1 + int((row[:3] >= least).sum()) for row in sure]
+        assert num_drafts.tolist() == counts
+        assert (len(set(counts)) > 1) == several
+        for row, (tokens, _), count in zip(drafts.tolist(), expected, counts, strict=True):
+            assert row[:count] == tokens[:count]
+        # Where all have ended, no pass ran: the cache has no entries of it.
+        changed = {
+            int(page)
+            for old, new in zip(jax.tree.leaves(before.draft), jax.tree.leaves(after.draft), strict=True)
+            for page in np.unique(np.nonzero(np.asarray(old != new))[0])
+        }
+        last = [n + max(counts) - 3 for n in LENGTHS]
+        pages = [int(t[e // 4]) for t, n, end in zip(tables, LENGTHS, last, strict=True) for e in range(n - 1, end + 1)]
+        assert changed <= {0, *pages}  # page 0 takes what nobody keeps
 
 
 @pytest.mark.parametrize("name", ["draft vocabulary", "EAGLE-1"])
