@@ -92,7 +92,7 @@ def run_bench(
     """
     questions = read_questions(dataset, per_category)
     if len(set(drafts)) < len(drafts):
-        raise UserError(f"compare is {drafts[-1]!r}, the same as draft: give two different drafters")
+        raise UserError(f"draft and compare are {', '.join(drafts)}: give different drafters")
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -187,7 +187,7 @@ def _row(category: str, draft: str, outputs: Sequence[RequestOutput]) -> Row:
 
 
 def _table(rows: Sequence[Row], drafts: Sequence[str]) -> Table:
-    """One line per category; where two drafters are compared, their figures stand in one cell, in order."""
+    """One line per category; where drafters are compared, their figures stand in one cell, in order."""
     table = Table(
         title=f"draft: {' / '.join(drafts)}",
         caption="AL: tokens per pass of the target; TPOT: time per token",
@@ -209,7 +209,7 @@ def _table(rows: Sequence[Row], drafts: Sequence[str]) -> Table:
             " / ".join(f"{row.ttft_ms:.0f}" for row in group),
         ]
         if len(drafts) > 1:
-            cells.append(f"{group[1].tpot_ms / group[0].tpot_ms:.2f}x" if group[0].tpot_ms else "")
+            cells.append(f"{group[-1].tpot_ms / group[0].tpot_ms:.2f}x" if group[0].tpot_ms else "")
         table.add_row(*cells, end_section=i + 2 * len(drafts) == len(rows))
     return table
 

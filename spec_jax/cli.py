@@ -85,8 +85,8 @@ class Bench:
     sampling: tyro.conf.OmitArgPrefixes[_sampling_options(max_tokens=128, seed=0)]  # type: ignore[valid-type]
     dataset: Path
     """JSONL with question_id, category and turns, as in Spec-Bench; the first turn is asked."""
-    compare: str | None = None
-    """A second drafter, measured side by side, question by question."""
+    compare: tuple[str, ...] = ()
+    """Other drafters, measured side by side, question by question; what is "faster" is the first one against the last."""
     per_category: int | None = None
     """Ask only the first so many questions of each category."""
     output: Path = Path("bench-results")
@@ -321,7 +321,7 @@ def _bench(command: Bench) -> None:
     gc.enable()
     run_bench(
         dataset=command.dataset,
-        drafts=[command.options.draft, *([command.compare] if command.compare else [])],
+        drafts=[command.options.draft, *command.compare],
         model_options={k: v for k, v in vars(command.options).items() if k != "draft"},
         params=_params(command.sampling),
         per_category=command.per_category,

@@ -61,7 +61,7 @@ def test_a_file_that_is_no_dataset_is_named_with_the_line(tmp_path, content, mes
 def test_two_equal_drafters_are_refused(tmp_path):
     dataset = tmp_path / "questions.jsonl"
     dataset.write_text(question(1, "qa"))
-    with pytest.raises(UserError, match="the same as draft"):
+    with pytest.raises(UserError, match="give different drafters"):
         run_bench(
             dataset=dataset, drafts=["none", "none"], model_options={}, params=SamplingParams(), per_category=None,
             output=tmp_path,

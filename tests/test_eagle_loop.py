@@ -254,7 +254,7 @@ def test_the_first_round_of_a_lone_token_has_no_draft():
     engine = make_engine(agreeing_head("EAGLE-1"))
     request = make_request(engine, [5], max_tokens=2)
     run(engine, [request])
-    assert request.counters == (2, 0, (0, 0, 0))  # the second has no room for one
+    assert request.counters == (2, 0, (0, 0, 0), (0, 0))  # the second has no room for one
 
 
 @pytest.mark.parametrize(("name", "ngram_max"), [("EAGLE-1", 0), ("EAGLE-3", 3)])

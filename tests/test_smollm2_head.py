@@ -15,7 +15,6 @@ pytestmark = pytest.mark.model
 HEAD = Path(spec_jax.checkpoints.__file__).parent / "heads" / "smollm2-135m"
 QUESTIONS = [
     "How do I keep houseplants alive while I am away for two weeks?",
-    "Write a polite email that asks a colleague for the sales figures of last month.",
     "Give me three tips for learning a new language.",
 ]
 CHATS = [[{"role": "user", "content": text}] for text in QUESTIONS]
@@ -23,7 +22,7 @@ LEAST_ACCEPTANCE_LENGTH = 1.5
 
 
 def acceptance_length(llm: LLM) -> float:
-    stats = [output.stats for output in llm.generate(CHATS, SamplingParams(max_tokens=48))]
+    stats = [output.stats for output in llm.generate(CHATS, SamplingParams(max_tokens=40))]
     return sum(s.acceptance_length * s.rounds for s in stats) / sum(s.rounds for s in stats)
 
 

@@ -39,7 +39,7 @@ class TrainConfig:
     warmup_steps: int = 50
     clip: float = 0.5
     seed: int = 0
-    steps_per_checkpoint: int = 200
+    steps_per_checkpoint: int = 50
 
 
 class Progress(NamedTuple):
