@@ -28,7 +28,6 @@ from .train import Progress, TrainConfig, train
 
 _EVERY_HELD_OUT = 50  # one of so many texts is kept for measuring,
 _MOST_HELD_OUT = 32  # and no more than these: measuring costs time as well
-_STEPS_PER_CHECKPOINT = 200  # at most: a checkpoint measures, which takes as long as some 30 steps
 _TEMPLATE_TOKENS = 128  # room for what a chat template puts around a turn
 
 
@@ -80,9 +79,10 @@ def train_draft(
         "max_num_seqs": max_num_seqs, "batch_rows": batch_rows, "row_tokens": row_tokens, "num_unrolled": num_unrolled,
         "learning_rate": learning_rate, "dtype": dtype, "seed": seed,
     }  # fmt: skip
+    # A checkpoint measures as well, which takes as long as some 30 steps.
     config = TrainConfig(
         num_steps=num_steps, num_unrolled=num_unrolled, rows=batch_rows, row_tokens=row_tokens,
-        learning_rate=learning_rate, seed=seed, steps_per_checkpoint=max(1, min(_STEPS_PER_CHECKPOINT, num_steps // 4)),
+        learning_rate=learning_rate, seed=seed, steps_per_checkpoint=min(max(num_steps // 4, 50), 200),
     )  # fmt: skip
     if not 0 <= seed < 2**20:
         raise UserError(f"seed is {seed}: allowed is an integer from 0 to {2**20 - 1}")
