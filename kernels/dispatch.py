@@ -1,7 +1,7 @@
 """Which implementation of an operation runs: the one asked for, or the best that the device and the shapes allow.
 
 An operation is a plain XLA version, which defines it, and a Mosaic GPU version (Pallas) of the same signature, which raises
-`Unsupported` for shapes that it does not take.
+`Unsupported` for shapes that it does not take; some have a native version in C as well, for CPUs.
 """
 
 import logging
@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-IMPLEMENTATIONS = ("mosaic", "xla")
+IMPLEMENTATIONS = ("mosaic", "native", "xla")
 
 _log = logging.getLogger("spec_jax")
 _NEEDED = "Mosaic GPU kernels need a Hopper or Blackwell GPU"
@@ -24,7 +24,12 @@ class Unsupported(NotImplementedError):
 
 
 def run(
-    name: str, implementation: str | None, mosaic: Callable[[], Callable[..., Any]], xla: Callable[..., Any], *args: Any
+    name: str,
+    implementation: str | None,
+    mosaic: Callable[[], Callable[..., Any]],
+    xla: Callable[..., Any],
+    *args: Any,
+    native: Callable[..., Any] | None = None,
 ) -> Any:
     """Runs one operation; `mosaic()` imports and returns the Mosaic version.
 
@@ -33,10 +38,17 @@ def run(
 
     Raises:
       ValueError: `implementation` is unknown.
-      Unsupported: "mosaic" was asked for and cannot run.
+      Unsupported: "mosaic" or "native" was asked for and cannot run.
     """
-    if implementation not in (None, *IMPLEMENTATIONS):
-        raise ValueError(f"implementation {implementation!r} is unknown; known: {', '.join(IMPLEMENTATIONS)}")
+    known = [version for version in IMPLEMENTATIONS if version != "native" or native is not None]
+    if implementation not in (None, *known):
+        raise ValueError(f"implementation {implementation!r} is unknown; known: {', '.join(known)}")
+    if native is not None and implementation in (None, "native"):
+        try:
+            return native(*args)
+        except Unsupported:
+            if implementation is not None:
+                raise
     if implementation == "xla" or (implementation is None and not has_mosaic()):
         return xla(*args)
     if implementation == "mosaic":
@@ -67,6 +79,11 @@ def runs_mosaic(call: Callable[..., Any], *shapes: Any) -> bool:
 def has_mosaic() -> bool:
     """Whether Mosaic GPU kernels run on the device that is being compiled for."""
     return _platform() == "gpu" and bool(_MOSAIC_DEVICES.search(device_kind()))
+
+
+def runs_on_one_cpu() -> bool:
+    """Whether the program is for one CPU, and not for a mesh."""
+    return jax.sharding.get_abstract_mesh().empty and _platform() == "cpu"
 
 
 def device_kind() -> str:

@@ -11,8 +11,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from .kernels import NotBuilt, build_native
 from .paths import cache_folder
 from .sharding import target_device
+
+_log = logging.getLogger("spec_jax")
 
 # What one CUDA graph may hold. XLA's defaults lack WHILE and COLLECTIVES: the host would drive the loop.
 _GRAPH = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,DYNAMIC_SLICE_FUSION,WHILE,COLLECTIVES"
@@ -43,6 +46,20 @@ def use_compilation_cache() -> None:
     if jax.config.jax_compilation_cache_dir is None and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
+@cache
+def use_native_kernels() -> None:
+    """On a CPU, builds the kernels for it into `native/` of the cache folder; says once where they cannot be."""
+    if jax.devices()[0].platform != "cpu":
+        return
+    try:
+        build_native(cache_folder() / "native")
+    except NotBuilt as reason:
+        _log.warning(
+            "%s; without it, decoding on a CPU takes about twice as long: install GCC or Clang, or name one in CC",
+            reason,
+        )
 
 
 @cache

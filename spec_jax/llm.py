@@ -12,7 +12,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from .checkpoints import Drafter, HeadFiles, open_drafter, open_model
-from .compilation import quiet_absent_gpu, use_compilation_cache
+from .compilation import quiet_absent_gpu, use_compilation_cache, use_native_kernels
 from .config import DraftConfig, EngineConfig, default_min_confidence, default_schedule
 from .engine import Engine
 from .errors import UserError
@@ -86,6 +86,7 @@ class LLM:
             raise UserError(f"dtype {dtype!r} is unknown: allowed are {', '.join(DTYPES)}")
         quiet_absent_gpu()
         use_compilation_cache()
+        use_native_kernels()
         if mesh is not None and tensor_parallel_size != 1:
             raise UserError(f"tensor_parallel_size is {tensor_parallel_size}, and there is a mesh: give one of them")
         if tensor_parallel_size != 1 or type(tensor_parallel_size) is not int:

@@ -20,6 +20,7 @@ from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from spec_jax.config import ModelConfig
+from spec_jax.kernels import build_native
 from spec_jax.models.decoder import Decoder
 from spec_jax.models.layers import random_weights
 from tests.reference import hf_weights
@@ -96,6 +97,12 @@ def tiny_decoder() -> Decoder:
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory, tiny_decoder: Decoder) -> Path:
     return write_model_folder(tmp_path_factory.mktemp("models") / "tiny", tiny_decoder)
+
+
+@pytest.fixture(scope="session")
+def native_kernels(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The kernels for CPUs, for all programs traced from now on."""
+    build_native(tmp_path_factory.getbasetemp() / "native")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -4,6 +4,7 @@ import jax
 
 from .. import dispatch
 from ..pages import Pages
+from . import native
 from .xla import attend
 
 Array = jax.Array
@@ -36,21 +37,22 @@ def paged_attention(
       positions: [B, T] absolute positions of the rows.
       scale: factor on the scores, usually `hd ** -0.5`.
       sliding_window: number of latest positions that a row sees, itself included; None for all.
-      implementation: "xla", "mosaic" (Hopper and Blackwell GPUs), or None for the best that this device has.
+      implementation: "xla", "mosaic" (Hopper and Blackwell GPUs), "native" (CPUs), or None for the best that the device has.
 
     Returns:
       [B, T, H, hd] in the dtype of `q`; scores and the sum over positions are accumulated in float32.
 
     Raises:
       ValueError: `implementation` is unknown, or H is no multiple of K.
-      Unsupported: "mosaic" was asked for, and the device or the shapes are not for it.
+      Unsupported: "mosaic" or "native" was asked for, and the device or the shapes are not for it.
     """
     num_heads, num_kv_heads = q.shape[2], k.values.shape[1]
     if num_heads % num_kv_heads:
         raise ValueError(f"{num_heads} query heads cannot share {num_kv_heads} KV heads: not a multiple")
     return dispatch.run(
-        "paged_attention", implementation, _mosaic, attend, q, k, v, block_tables, positions, scale, sliding_window
-    )
+        "paged_attention", implementation, _mosaic, attend, q, k, v, block_tables, positions, scale, sliding_window,
+        native=native.attend,
+    )  # fmt: skip
 
 
 def _mosaic():  # Pallas takes a second to import: only where it is used

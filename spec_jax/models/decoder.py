@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 from ..cache import PAGE_AXES, LayerCache, PagedCache
 from ..config import ModelConfig
-from ..kernels import Pages, paged_attention, write_kv
+from ..kernels import Pages, matmul, paged_attention, write_kv
 from ..sharding import ShardingRules
 from .layers import Linear, RMSNorm, WeightSource, apply_rope, declare, rope_tables
 
@@ -118,7 +118,7 @@ class SwiGLU(nnx.Module):
 
     def __call__(self, x: Array) -> Array:  # [R, D] -> [R, D]
         F, _, D = self.gate_up.shape
-        y = jnp.einsum("rd,od->ro", x, self.gate_up[...].reshape(2 * F, D)).reshape(-1, F, 2)
+        y = matmul(x, self.gate_up[...].reshape(2 * F, D)).reshape(-1, F, 2)
         if self.gate_up_bias is not None:
             y = y + self.gate_up_bias[...]
         return self.down(jax.nn.silu(y[:, :, 0]) * y[:, :, 1])
@@ -201,5 +201,4 @@ class Decoder(nnx.Module):
         """Hidden states [B, T, D] -> float32 scores [B, T, V]."""
         B, T, D = hidden.shape
         head = self.embedding[...] if self.head is None else self.head[...]
-        scores = jnp.einsum("rd,vd->rv", hidden.reshape(B * T, D), head, preferred_element_type=jnp.float32)
-        return scores.reshape(B, T, -1)
+        return matmul(hidden.reshape(B * T, D), head, jnp.float32).reshape(B, T, -1)

@@ -11,6 +11,7 @@ from flax import nnx
 
 from ..cache import LayerCache, PagedCache
 from ..config import EagleConfig
+from ..kernels import matmul
 from ..sharding import ShardingRules
 from .decoder import Attention, Block, Decoder, Rows, SwiGLU
 from .layers import Linear, RMSNorm, WeightSource, declare, rope_tables
@@ -128,10 +129,7 @@ class Eagle3(EagleHead):
     def logits(self, target: Decoder, hidden: Array) -> Array:
         B, T, D = hidden.shape
         normed = hidden if self.config.norm_output else self.norm(hidden)
-        scores = jnp.einsum(
-            "rd,vd->rv", normed.reshape(B * T, D), self.head[...], preferred_element_type=jnp.float32
-        )  # fmt: skip
-        return scores.reshape(B, T, -1)
+        return matmul(normed.reshape(B * T, D), self.head[...], jnp.float32).reshape(B, T, -1)
 
 
 class Eagle1(EagleHead):

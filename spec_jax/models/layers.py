@@ -9,6 +9,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from ..config import LinearRopeScaling, ModelConfig, RopeFactors
+from ..kernels import matmul
 from ..sharding import Axes, ShardingRules
 
 Array = jax.Array
@@ -79,7 +80,7 @@ class Linear(nnx.Module):
         self.bias = declare(source, f"{path}.bias", (size_out,), axes[:1]) if bias else None
 
     def __call__(self, x: Array) -> Array:  # [R, in] -> [R, out]
-        y = jnp.einsum("ri,oi->ro", x, self.weight[...])
+        y = matmul(x, self.weight[...])
         return y if self.bias is None else y + self.bias[...]
 
 

@@ -108,9 +108,11 @@ def error(out, expected):
     return np.linalg.norm(out - expected) / np.linalg.norm(expected)
 
 
-@pytest.mark.parametrize("implementation", ["xla", "mosaic"])
+@pytest.mark.parametrize("implementation", ["xla", "mosaic", "native"])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_it_agrees_with_dense_attention_whatever_lies_in_unused_rows(case, implementation):
+def test_it_agrees_with_dense_attention_whatever_lies_in_unused_rows(case, implementation, native_kernels):
+    if implementation == "native" and (case.is_float8 or case.head_dim % 32):
+        pytest.skip("not for native kernels")
     rng = np.random.default_rng(0)
     B, N, scale = len(case.lengths), case.capacity // case.page, case.head_dim**-0.5
     num_pages = 1 + B * N
@@ -163,8 +165,8 @@ def test_float8_values_keep_a_long_tail_however_small_they_are():
     assert error(out[0], expected) < 1e-2
 
 
-@pytest.mark.parametrize("implementation", ["xla", "mosaic"])
-def test_a_row_that_sees_nothing_is_finite(implementation):
+@pytest.mark.parametrize("implementation", ["xla", "mosaic", "native"])
+def test_a_row_that_sees_nothing_is_finite(implementation, native_kernels):
     """As behind the end of a prompt, where a window is shorter than a chunk; its neighbours are what they are alone."""
     rng = np.random.default_rng(4)
     pages, _ = pages_of(rng.normal(size=(3, 1, 16, 64)), False)
@@ -221,18 +223,18 @@ def test_extreme_float8_rows_weigh_what_they_stand_for(implementation, is_static
         assert error(out[b], expected) < 1e-2
 
 
-@pytest.mark.parametrize("page", [4, 16])
+@pytest.mark.parametrize(("implementation", "hd", "page"), [("xla", 8, 4), ("xla", 8, 16), ("native", 32, 16)])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (5, 1)])
-@pytest.mark.parametrize(("rows", "window"), [(1, None), (3, None), (3, 7)])
-def test_the_definition_is_exact_in_float32(page, heads, kv_heads, rows, window):
+@pytest.mark.parametrize(("rows", "window"), [(1, None), (3, None), (3, 7), (31, 7), (31, None)])
+def test_it_is_exact_in_float32(implementation, hd, page, heads, kv_heads, rows, window, native_kernels):
     rng = np.random.default_rng(0)
-    B, S, hd = 3, 32, 8
+    B, S = 3, 64
     num_pages = 1 + B * S // page
     tables = rng.permutation(np.arange(1, num_pages)).reshape(B, S // page)
     keys, values = rng.normal(size=(2, num_pages, kv_heads, page, hd)).astype(np.float32)
     q = rng.normal(size=(B, rows, heads, hd)).astype(np.float32)
-    positions = np.array([[rows], [17], [S]]) - rows + np.arange(rows)  # from the first tokens to a full table
-    out = attention("xla", q, Pages(keys), Pages(values), tables, positions, hd**-0.5, window)
+    positions = np.array([[rows], [rows + 14], [S]]) - rows + np.arange(rows)  # from the first tokens to a full table
+    out = attention(implementation, q, Pages(keys), Pages(values), tables, positions, hd**-0.5, window)
     for b in range(B):
         read = rows_at(keys, tables[b]), rows_at(values, tables[b])
         np.testing.assert_allclose(out[b], dense(q[b], *read, positions[b], hd**-0.5, window), atol=2e-5)
@@ -254,7 +256,7 @@ def call(
 
 
 def test_an_unknown_implementation_is_named():
-    with pytest.raises(ValueError, match="'triton' is unknown; known: mosaic, xla"):
+    with pytest.raises(ValueError, match="'triton' is unknown; known: mosaic, native, xla"):
         call(implementation="triton")
 
 

@@ -1,0 +1,152 @@
+// What the kernels for CPUs share: XLA's calling convention (XLA FFI), its threads, and vectors of float32 or bfloat16.
+// The vectors are those of GCC and Clang, so that this compiles for any little-endian CPU.
+
+#pragma once
+
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "xla/ffi/api/c_api.h"
+
+#define INLINED static inline __attribute__((always_inline))
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Vectors
+// ---------------------------------------------------------------------------------------------------------------------
+
+#ifdef __AVX512F__
+#define LANES 16
+#else
+#define LANES 8
+#endif
+#define PAIR (2 * LANES)  // elements that `load` takes as two halves
+
+typedef float floats __attribute__((vector_size(4 * LANES)));
+typedef int32_t ints __attribute__((vector_size(4 * LANES)));
+typedef uint32_t words __attribute__((vector_size(4 * LANES)));
+
+// One half of PAIR elements from `from`: of bfloat16 those at even places, or at odd ones, as that is cheap to widen.
+INLINED floats load(const char* from, int64_t at, int half, int is_bf16) {
+  floats values;
+  if (is_bf16) {
+    words pairs;
+    memcpy(&pairs, from + 2 * at, sizeof pairs);
+    return half == 0 ? (floats)(pairs << 16) : (floats)(pairs & 0xffff0000u);
+  }
+  memcpy(&values, from + 4 * (at + half * LANES), sizeof values);
+  return values;
+}
+
+// Where the element in `lane` of `half` lies among the PAIR.
+INLINED int64_t place(int half, int lane, int is_bf16) { return is_bf16 ? 2 * lane + half : half * LANES + lane; }
+
+INLINED void store(char* to, int64_t at, float value, int is_bf16) {
+  if (!is_bf16) {
+    memcpy(to + 4 * at, &value, 4);
+    return;
+  }
+  uint32_t word;
+  memcpy(&word, &value, 4);
+  // To nearest, ties to even; what is no number stays none.
+  const uint16_t bits = value != value ? (word >> 16) | 0x40 : (word + 0x7fff + ((word >> 16) & 1)) >> 16;
+  memcpy(to + 2 * at, &bits, 2);
+}
+
+INLINED floats same(float value) { return (floats){0} + value; }
+
+INLINED float sum_of(floats lanes) {
+  for (int half = LANES / 2; half > 0; half /= 2)
+    for (int lane = 0; lane < half; lane++) lanes[lane] += lanes[lane + half];
+  return lanes[0];
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Calls
+// ---------------------------------------------------------------------------------------------------------------------
+
+// XLA asks once for what version a handler was compiled.
+static int is_about_version(XLA_FFI_CallFrame* frame) {
+  if (frame->extension_start == NULL || frame->extension_start->type != XLA_FFI_Extension_Metadata) return 0;
+  XLA_FFI_Metadata* metadata = ((XLA_FFI_Metadata_Extension*)frame->extension_start)->metadata;
+  metadata->api_version.major_version = XLA_FFI_API_MAJOR;
+  metadata->api_version.minor_version = XLA_FFI_API_MINOR;
+  metadata->traits = 0;
+  return 1;
+}
+
+static const XLA_FFI_Buffer* argument(XLA_FFI_CallFrame* frame, int number) { return frame->args.args[number]; }
+static const XLA_FFI_Buffer* result(XLA_FFI_CallFrame* frame) { return frame->rets.rets[0]; }
+static int is_bf16(const XLA_FFI_Buffer* buffer) { return buffer->dtype == XLA_FFI_DataType_BF16; }
+
+static XLA_FFI_Error* out_of_memory(XLA_FFI_CallFrame* frame) {
+  XLA_FFI_Error_Create_Args args = {XLA_FFI_Error_Create_Args_STRUCT_SIZE, NULL, "spec_jax: a kernel got no memory",
+                                    XLA_FFI_Error_Code_RESOURCE_EXHAUSTED};
+  return frame->api->XLA_FFI_Error_Create(&args);
+}
+
+static int forgiven(XLA_FFI_CallFrame* frame, XLA_FFI_Error* error) {
+  if (error == NULL) return 0;
+  XLA_FFI_Error_Destroy_Args args = {XLA_FFI_Error_Destroy_Args_STRUCT_SIZE, NULL, error};
+  frame->api->XLA_FFI_Error_Destroy(&args);
+  return 1;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Threads
+// ---------------------------------------------------------------------------------------------------------------------
+
+#define MAX_THREADS 64
+
+static int64_t num_threads(XLA_FFI_CallFrame* frame) {
+  int64_t number = 1;
+  XLA_FFI_ThreadPool_NumThreads_Args args = {XLA_FFI_ThreadPool_NumThreads_Args_STRUCT_SIZE, NULL, frame->ctx, &number};
+  if (forgiven(frame, frame->api->XLA_FFI_ThreadPool_NumThreads(&args)) || number < 1) return 1;
+  return number < MAX_THREADS ? number : MAX_THREADS;
+}
+
+typedef void Work(const void* job, int64_t item, int64_t worker);
+
+typedef struct {
+  Work* work;
+  const void* job;
+  int64_t items;
+  atomic_long next, done, workers, users;
+} Crew;
+
+static void leave(Crew* crew) {
+  if (atomic_fetch_sub(&crew->users, 1) == 1) free(crew);
+}
+
+// A thread may come to this when all is done, and the job is gone: the crew lives as long as its last user.
+static void help(void* data) {
+  Crew* crew = data;
+  const int64_t worker = atomic_fetch_add(&crew->workers, 1);
+  for (;;) {
+    const int64_t item = atomic_fetch_add(&crew->next, 1);
+    if (item >= crew->items) break;
+    crew->work(crew->job, item, worker);
+    atomic_fetch_add(&crew->done, 1);
+  }
+  leave(crew);
+}
+
+// Does `work` for items 0 .. items - 1 on at most `threads` threads of XLA, this one among them, numbered from 0. It never
+// waits for a thread that has not begun.
+static XLA_FFI_Error* share(XLA_FFI_CallFrame* frame, Work* work, const void* job, int64_t items, int64_t threads) {
+  Crew* crew = malloc(sizeof *crew);
+  if (crew == NULL) return out_of_memory(frame);
+  *crew = (Crew){.work = work, .job = job, .items = items};
+  atomic_store(&crew->users, 2);
+  for (int64_t i = 1; i < threads && i < items; i++) {
+    atomic_fetch_add(&crew->users, 1);
+    XLA_FFI_ThreadPool_Schedule_Args args = {XLA_FFI_ThreadPool_Schedule_Args_STRUCT_SIZE, NULL, frame->ctx, help, crew};
+    if (forgiven(frame, frame->api->XLA_FFI_ThreadPool_Schedule(&args))) leave(crew);
+  }
+  help(crew);
+  while (atomic_load(&crew->done) < items) {
+  }
+  leave(crew);
+  return NULL;
+}
