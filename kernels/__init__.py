@@ -1,7 +1,7 @@
 """Array-in, array-out operations: on the paged KV cache, and the product with a weight. No Flax, nothing else of this
 project, and no I/O but in `build_native`."""
 
-from .dispatch import Unsupported, has_mosaic, runs_mosaic
+from .dispatch import Unsupported, has_mosaic, runs
 from .matmul import matmul
 from .native import NotBuilt
 from .native import build as build_native
@@ -18,6 +18,6 @@ __all__ = [
     "has_mosaic",
     "matmul",
     "paged_attention",
-    "runs_mosaic",
+    "runs",
     "write_kv",
 ]

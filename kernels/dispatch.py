@@ -7,7 +7,7 @@ An operation is a plain XLA version, which defines it, and a Mosaic GPU version 
 import logging
 import re
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -68,10 +68,12 @@ def run(
         return xla(*args)
 
 
-def runs_mosaic(call: Callable[..., Any], *shapes: Any) -> bool:
-    """Whether `call`, an operation with `implementation="mosaic"`, can run with arrays of these shapes on this device."""
+def runs(implementation: str, call: Callable[..., Any], *shapes: Any) -> bool:
+    """Whether `call`, an operation with this `implementation`, can run with arrays of these shapes on this device."""
+    if implementation == "mosaic" and not has_mosaic():  # a CPU could interpret it
+        return False
     try:
-        return has_mosaic() and jax.eval_shape(call, *shapes) is not None
+        return jax.eval_shape(partial(call, implementation=implementation), *shapes) is not None
     except Unsupported:
         return False
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from jax.sharding import Mesh
 from .cache import PagedCache, abstract_cache
 from .config import DraftConfig, EngineConfig, ModelConfig
 from .decode_loop import BurstShape, DecodeState, create_state
-from .kernels import paged_attention, runs_mosaic
+from .kernels import paged_attention, runs
 from .sharding import ShardingRules, target_device, use_mesh
 
 _PAGE_SIZE = 16
@@ -20,8 +21,8 @@ _GPU_PAGE_SIZE = 64  # one tile of the Mosaic kernel, one copy each of keys and 
 class Sizes:
     """Sizes for one model, drafter and mesh. `dtype` is that of weights and activations.
 
-    Programs whose attention gathers pages come for several lengths of the context; Mosaic kernels read only the pages that
-    are in use, so there one program serves all.
+    Programs whose attention gathers pages come for several lengths of the context; Mosaic and native kernels read only the
+    pages that are in use, so there one program serves all.
     """
 
     def __init__(
@@ -34,7 +35,8 @@ class Sizes:
         self.max_pages = -(-config.max_model_len // self.page_size)
         self.num_pages = 1 + -(-(config.num_kv_tokens or _default_kv_tokens(config)) // self.page_size)
         with use_mesh(mesh):
-            self.attention_is_mosaic = self._attention_is_mosaic()
+            self.attention_is_mosaic = self._attention_runs("mosaic")
+            self._attention_reads_pages = self.attention_is_mosaic or self._attention_runs("native")
 
     def for_one_prompt(self, mesh: Mesh) -> "Sizes":
         """The same on another mesh, with room for one sequence and the same pages."""
@@ -83,7 +85,7 @@ class Sizes:
 
     def page_bucket(self, num_tokens: int) -> int:
         """Pages for a context of `num_tokens`, rounded up to one of a few sizes: each size is a program."""
-        if self.attention_is_mosaic:
+        if self._attention_reads_pages:
             return self.max_pages
         bucket = max(self.config.min_context_bucket, _power_of_two(num_tokens))
         return min(-(-bucket // self.page_size), self.max_pages)
@@ -121,16 +123,16 @@ class Sizes:
         times a vector."""
         return 2 if self.platform == "cpu" and num_slots == 1 else 1
 
-    def _attention_is_mosaic(self) -> bool:
-        """Of the model, and of its draft head where there is one: both read the same block tables."""
+    def _attention_runs(self, implementation: str) -> bool:
+        """That of the model, and of its draft head where there is one: both read the same block tables."""
         cache = self.cache(None, None)
         layers = [(self.model, cache.layers[0])]
         if self.draft.head is not None:
             layers.append((self.draft.head.layer, cache.draft[0]))
         rows = (self.config.max_num_seqs, self.draft.num_tokens + 1)
         return all(
-            runs_mosaic(
-                lambda *arrays: paged_attention(*arrays, scale=1.0, implementation="mosaic"),
+            runs(
+                implementation, partial(paged_attention, scale=1.0),
                 jax.ShapeDtypeStruct((*rows, layer.num_heads, layer.head_dim), jnp.dtype(self.dtype)), pages.k, pages.k,
                 jax.ShapeDtypeStruct((rows[0], self.max_pages), jnp.int32), jax.ShapeDtypeStruct(rows, jnp.int32),
             )

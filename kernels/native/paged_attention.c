@@ -198,7 +198,11 @@ XLA_FFI_Error* spec_jax_paged_attention(XLA_FFI_CallFrame* frame) {
   };
   const int64_t threads = num_threads(frame);
   a.blocks = (a.T * a.G + BLOCK_ROWS - 1) / BLOCK_ROWS;
-  a.scratch_size = BLOCK_ROWS * a.hd + LANES * a.hd + BLOCK_ROWS * a.table_size * a.page;
+  const int64_t S = a.table_size * a.page, all = q->dims[0] * a.T;
+  int64_t longest = 0;
+  for (int64_t i = 0; i < all; i++) longest = a.positions[i] >= longest ? a.positions[i] + 1 : longest;
+  longest = longest < S ? (longest + LANES - 1) / LANES * LANES : S;
+  a.scratch_size = BLOCK_ROWS * a.hd + LANES * a.hd + BLOCK_ROWS * longest;
   a.scratch = aligned_alloc(sizeof(floats), (size_t)(threads * a.scratch_size) * sizeof(float));
   if (a.scratch == NULL) return out_of_memory(frame);
   XLA_FFI_Error* error = share(frame, do_block, &a, q->dims[0] * a.K * a.blocks, threads);

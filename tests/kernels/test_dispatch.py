@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from spec_jax.kernels import Pages, Unsupported, dispatch, has_mosaic, paged_attention, runs_mosaic, write_kv
+from spec_jax.kernels import Pages, Unsupported, dispatch, has_mosaic, paged_attention, runs, write_kv
 
 
 def compiling_for(kind, num_cores=132):
@@ -66,7 +66,7 @@ def test_a_cpu_runs_xla_and_says_nothing(warnings):
 def test_hopper_and_datacenter_blackwell_run_mosaic(kind, expected):
     with compiling_for(kind):
         assert has_mosaic() is expected
-        assert runs_mosaic(attend("mosaic"), *shapes()) is expected
+        assert runs("mosaic", attend(), *shapes()) is expected
         assert chosen() == ("mosaic" if expected else "xla")
 
 
@@ -96,7 +96,7 @@ def test_shapes_that_mosaic_does_not_take_run_xla_and_are_named_once(arguments, 
         assert warning.startswith("paged_attention: ")
         assert reason in warning
         assert "XLA" in warning
-        assert not runs_mosaic(attend("mosaic"), *shapes(**arguments))
+        assert not runs("mosaic", attend(), *shapes(**arguments))
         with pytest.raises(Unsupported, match=reason):
             jax.eval_shape(attend("mosaic"), *shapes(**arguments))
     assert len(warnings()) == 1
