@@ -119,8 +119,8 @@ class Sizes:
         return (narrow, full) if full > narrow else (narrow,)
 
     def _least_rows(self, num_slots: int) -> int:
-        """One lone bfloat16 row is pathological on a CPU: 7 x slower than two, as XLA:CPU takes another path for a matrix
-        times a vector."""
+        """One lone bfloat16 row is pathological on a CPU where XLA multiplies: 7 x slower than two, as it takes another path
+        for a matrix times a vector. Native kernels take as long for two rows as for one."""
         return 2 if self.platform == "cpu" and num_slots == 1 else 1
 
     def _attention_runs(self, implementation: str) -> bool:

@@ -1,24 +1,44 @@
-"""For few rows on a CPU. Measured for the 120 products of a 135M model on two AVX2 cores, XLA took 1.4 to 2.6 x as long
-for 2 to 24 rows, float32 or bfloat16, and about as long for 64."""
+"""For few rows on a CPU: see `native/matmul.c`, and `benchmarks/native_kernels.py` for what it brings."""
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 
 from .. import native
 
-_MAX_ROWS = 32
+Array = jax.Array
+
+_MAX_ROWS = 32  # beyond, what XLA spends on packing the weight is little beside the product
 
 
-def takes(x: jax.Array, w: jax.Array, dtype: jnp.dtype) -> bool:
+def takes(x: Array, w: Array, dtype: jnp.dtype) -> bool:
+    rows, size = x.shape
     return (
         native.is_usable()
-        and x.shape[0] <= _MAX_ROWS
-        and x.shape[1] % native.MULTIPLE == 0
+        and 1 <= rows <= _MAX_ROWS
+        and size > 0
+        and size % native.MULTIPLE == 0
+        and w.shape[0] > 0
         and x.dtype == w.dtype
         and x.dtype in native.DTYPES
         and dtype in native.DTYPES
     )
 
 
-def matmul(x: jax.Array, w: jax.Array, dtype: jnp.dtype) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def matmul(x: Array, w: Array, dtype: jnp.dtype) -> Array:
     return native.call("matmul", jax.ShapeDtypeStruct((x.shape[0], w.shape[0]), dtype), x, w)
+
+
+def _forward(x: Array, w: Array, dtype: jnp.dtype) -> tuple[Array, tuple[Array, Array]]:
+    return matmul(x, w, dtype), (x, w)
+
+
+def _backward(dtype: jnp.dtype, inputs: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
+    x, w = inputs
+    by_x, by_w = jnp.einsum("ro,oi->ri", gradient, w), jnp.einsum("ro,ri->oi", gradient, x)
+    return by_x.astype(x.dtype), by_w.astype(w.dtype)
+
+
+matmul.defvjp(_forward, _backward)

@@ -7,6 +7,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -24,7 +25,7 @@ MULTIPLE = 32
 """What the innermost axis of operands must be a multiple of: PAIR in `ffi.h`, for the widest vectors."""
 
 _SOURCES = sorted(Path(__file__).parent.glob("*.[ch]"))
-_FLAGS = ("-O3", "-march=native", "-fPIC", "-shared")
+_FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fPIC", "-shared")
 _FUNCTIONS = ("spec_jax_matmul", "spec_jax_paged_attention")
 
 _library: ctypes.CDLL | None = None
@@ -43,26 +44,28 @@ def build(folder: Path) -> None:
     global _library
     if _library is not None:
         return
-    compiler = shutil.which(os.environ.get("CC") or "cc")
+    name, *options = shlex.split(os.environ.get("CC") or "cc")
+    compiler = shutil.which(name)
     if compiler is None:
-        raise NotBuilt(f"no C compiler was found as {os.environ.get('CC') or 'cc'!r}")
-    made = folder / f"kernels-{_digest(compiler)}.so"
+        raise NotBuilt(f"no C compiler was found as {name!r}: install GCC (9 or newer) or Clang, or name one in CC")
+    made = folder / f"kernels-{_digest(compiler, *options)}.so"
     try:
         if not made.exists():
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=folder) as scratch:  # two processes may build at once
                 whole = Path(scratch) / made.name
                 sources = [str(path) for path in _SOURCES if path.suffix == ".c"]
-                command = [compiler, *_FLAGS, "-I", jax.ffi.include_dir(), *sources, "-o", str(whole)]
+                command = [compiler, *options, *_FLAGS, "-I", jax.ffi.include_dir(), *sources, "-o", str(whole)]
                 subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
                 whole.replace(made)
-        library = ctypes.CDLL(str(made))
+        library = _opened(made)
         for name in _FUNCTIONS:
             jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(library[name]), platform="cpu")
     except subprocess.CalledProcessError as error:
-        raise NotBuilt(f"{compiler} failed: {(error.stderr.strip() or 'no message').splitlines()[0]}") from None
+        said = error.stderr.strip().splitlines() or ["no message"]
+        raise NotBuilt(f"{compiler} failed: {next((line for line in said if 'error' in line), said[0])}") from None
     except (OSError, AttributeError, subprocess.TimeoutExpired) as error:
-        raise NotBuilt(f"{made} cannot be built or loaded: {error}") from None
+        raise NotBuilt(f"{made} cannot be built or loaded: {error}; SPEC_JAX_CACHE names another folder") from None
     _library = library
 
 
@@ -75,10 +78,19 @@ def call(name: str, result: jax.ShapeDtypeStruct, *operands: Any) -> jax.Array:
     return jax.ffi.ffi_call(f"spec_jax_{name}", result)(*operands)
 
 
-def _digest(compiler: str) -> str:
+def _opened(path: Path) -> ctypes.CDLL:
+    """A file that is damaged is removed, so that the next start makes it anew."""
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
+
+
+def _digest(*compiler: str) -> str:
     """Names what a build depends on: a cache folder may be shared by machines of different kinds."""
     parts = [path.read_bytes() for path in _SOURCES]
-    parts += [value.encode() for value in (*_FLAGS, jaxlib.__version__, compiler, platform.machine())]
+    parts += [value.encode() for value in (*_FLAGS, jaxlib.__version__, *compiler, platform.machine())]
     cpu = Path("/proc/cpuinfo")
     if cpu.exists():
         parts += [line for line in cpu.read_bytes().splitlines() if line.startswith((b"flags", b"Features"))][:1]

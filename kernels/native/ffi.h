@@ -1,8 +1,9 @@
 // What the kernels for CPUs share: XLA's calling convention (XLA FFI), its threads, and vectors of float32 or bfloat16.
-// The vectors are those of GCC and Clang, so that this compiles for any little-endian CPU.
+// The vectors are those of GCC and Clang, so that this compiles for x86 and for ARM.
 
 #pragma once
 
+#include <sched.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -145,8 +146,7 @@ static XLA_FFI_Error* share(XLA_FFI_CallFrame* frame, Work* work, const void* jo
     if (forgiven(frame, frame->api->XLA_FFI_ThreadPool_Schedule(&args))) leave(crew);
   }
   help(crew);
-  while (atomic_load(&crew->done) < items) {
-  }
+  while (atomic_load(&crew->done) < items) sched_yield();
   leave(crew);
   return NULL;
 }

@@ -1,5 +1,5 @@
 // y = x w^T for a few rows x: what one round of decoding multiplies. Each weight is read from memory once, as it lies there,
-// and widened in registers; a row is summed in the same order whatever rows stand beside it.
+// and widened in registers; a row is summed in the same order whatever rows stand beside it here.
 //
 // x [R, I] and w [O, I], both float32 or both bfloat16; y [R, O] float32 or bfloat16. I is a multiple of PAIR.
 
@@ -8,7 +8,7 @@
 #define TILE_ROWS 6  // with TILE_OUTPUTS outputs, the sums fill the registers that AVX2 has
 #define TILE_OUTPUTS 2
 #define CHUNKS_PER_THREAD 4
-#define AHEAD 8192  // bytes: a CPU's own prefetching stops at the end of a page
+#define AHEAD 8192  // bytes, measured: a CPU's own prefetching stops at the end of a page
 
 typedef struct {
   const floats* x;  // float32, in the order in which a tile takes it

@@ -18,7 +18,7 @@ typedef struct {
   int64_t T, H, K, G, hd, page, num_pages, table_size;
   float scale;
   int64_t window;
-  int64_t blocks, scratch_size;  // blocks of query rows per KV head; floats per worker
+  int64_t rows, blocks, scratch_size;  // query rows of a block, blocks per KV head; floats per worker
   float* scratch;
   int is_bf16;
 } Attention;
@@ -54,7 +54,7 @@ INLINED void score_tile(int rows, const float* q, int64_t hd, const floats* turn
   for (int r = 0; r < rows; r++) memcpy(scores + r * stride, &acc[r], sizeof acc[r]);
 }
 
-// out[r][PAIR] of the values `v` at `size` positions, whose pages may lie anywhere.
+// PAIR channels from d of the weighted sums of the values at positions first .. end - 1.
 INLINED void value_tile(const Attention* a, int rows, int is_bf16, int64_t b, int64_t head, int64_t d, int64_t first,
                         int64_t end, const float* weights, int64_t stride, floats out[TILE_ROWS][2]) {
   floats acc[TILE_ROWS][2] = {0};
@@ -108,8 +108,8 @@ static float softmax(float* scores, int64_t first, int64_t end, int64_t low, int
 
 INLINED void attend(const Attention* a, int64_t item, int64_t worker, int is_bf16) {
   const int64_t block = item % a->blocks, head = item / a->blocks % a->K, b = item / a->blocks / a->K;
-  const int64_t first_row = block * BLOCK_ROWS, all = a->T * a->G;  // row r is query head r % G of token r / G
-  const int64_t rows = all - first_row < BLOCK_ROWS ? all - first_row : BLOCK_ROWS;
+  const int64_t first_row = block * a->rows, all = a->T * a->G;  // row r is query head r % G of token r / G
+  const int64_t rows = all - first_row < a->rows ? all - first_row : a->rows;
   const int64_t hd = a->hd, width = is_bf16 ? 2 : 4, S = a->table_size * a->page;
 
   // What the rows see, cut to whole vectors.
@@ -128,7 +128,7 @@ INLINED void attend(const Attention* a, int64_t item, int64_t worker, int is_bf1
   const int64_t stride = end - first;
 
   float* q = a->scratch + worker * a->scratch_size;  // [rows, hd]
-  floats* turned = (floats*)(q + BLOCK_ROWS * hd);   // [hd] of LANES positions
+  floats* turned = (floats*)(q + a->rows * hd);      // [hd] of LANES positions
   float* scores = (float*)(turned + hd);             // [rows, stride]
   const int64_t row_at = ((b * a->T) * a->H + head * a->G) * hd;
   for (int64_t r = 0; r < rows; r++) {
@@ -196,16 +196,18 @@ XLA_FFI_Error* spec_jax_paged_attention(XLA_FFI_CallFrame* frame) {
       .scale = *(const float*)argument(frame, 5)->data, .window = *(const int32_t*)argument(frame, 6)->data,
       .is_bf16 = is_bf16(q),
   };
-  const int64_t threads = num_threads(frame);
-  a.blocks = (a.T * a.G + BLOCK_ROWS - 1) / BLOCK_ROWS;
+  a.rows = a.T * a.G < BLOCK_ROWS ? a.T * a.G : BLOCK_ROWS;
+  a.blocks = a.rows == 0 ? 0 : (a.T * a.G + a.rows - 1) / a.rows;
+  const int64_t items = q->dims[0] * a.K * a.blocks, most = num_threads(frame), threads = items < most ? items : most;
+  if (items == 0) return NULL;
   const int64_t S = a.table_size * a.page, all = q->dims[0] * a.T;
   int64_t longest = 0;
-  for (int64_t i = 0; i < all; i++) longest = a.positions[i] >= longest ? a.positions[i] + 1 : longest;
+  for (int64_t i = 0; i < all; i++) longest = a.positions[i] >= longest ? (int64_t)a.positions[i] + 1 : longest;
   longest = longest < S ? (longest + LANES - 1) / LANES * LANES : S;
-  a.scratch_size = BLOCK_ROWS * a.hd + LANES * a.hd + BLOCK_ROWS * longest;
+  a.scratch_size = a.rows * a.hd + LANES * a.hd + a.rows * longest;
   a.scratch = aligned_alloc(sizeof(floats), (size_t)(threads * a.scratch_size) * sizeof(float));
   if (a.scratch == NULL) return out_of_memory(frame);
-  XLA_FFI_Error* error = share(frame, do_block, &a, q->dims[0] * a.K * a.blocks, threads);
+  XLA_FFI_Error* error = share(frame, do_block, &a, items, threads);
   free(a.scratch);
   return error;
 }

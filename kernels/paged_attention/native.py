@@ -22,6 +22,8 @@ def attend(
         raise Unsupported(
             f"paged_attention: {q.dtype} queries and {k.values.dtype} keys; native kernels take float32 or bfloat16"
         )
+    if v.values.shape != k.values.shape or v.values.dtype != k.values.dtype:
+        raise Unsupported("paged_attention: keys and values differ in shape or dtype; native kernels take them alike")
     if q.shape[-1] % native.MULTIPLE or k.page_size % _PAGE_MULTIPLE:
         raise Unsupported(
             f"paged_attention: heads of {q.shape[-1]} and pages of {k.page_size}; native kernels take multiples of "
@@ -29,6 +31,7 @@ def attend(
         )
     window = np.iinfo(np.int32).max if sliding_window is None else sliding_window
     return native.call(
-        "paged_attention", jax.ShapeDtypeStruct(q.shape, q.dtype), q, k.values, v.values, block_tables, positions,
+        "paged_attention", jax.ShapeDtypeStruct(q.shape, q.dtype), q, k.values, v.values,
+        block_tables.astype(jnp.int32), positions.astype(jnp.int32),
         jnp.float32(scale), jnp.int32(window),
     )  # fmt: skip

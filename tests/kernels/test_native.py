@@ -1,8 +1,10 @@
 """The kernels for CPUs: how they are built, and the product of few rows against float64 NumPy."""
 
+import os
 import subprocess
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -62,8 +64,6 @@ def test_what_is_no_number_stays_in_its_row(native_kernels):
 
 def test_many_calls_at_once_from_many_threads_are_right(native_kernels):
     """Calls share XLA's threads; none may wait for a thread that another call holds."""
-    from concurrent.futures import ThreadPoolExecutor
-
     x, w = random(0, 6, 96, dtype="float32"), random(1, 500, 96, dtype="float32")
     step = jax.jit(lambda x, w: jax.lax.fori_loop(0, 50, lambda i, s: s + matmul(x, w).sum(), jnp.float32(0)))
     expected = step(x, w)
@@ -73,8 +73,8 @@ def test_many_calls_at_once_from_many_threads_are_right(native_kernels):
 
 @pytest.mark.parametrize(
     ("rows", "size", "dtypes"),
-    [(33, 64, ("float32", "float32")), (2, 48, ("float32", "float32")), (2, 64, ("float32", "bfloat16")),
-     (2, 64, ("float16", "float16"))],
+    [(33, 64, ("float32", "float32")), (0, 64, ("float32", "float32")), (2, 48, ("float32", "float32")),
+     (2, 64, ("float32", "bfloat16")), (2, 64, ("float16", "float16"))],
 )  # fmt: skip
 def test_other_shapes_are_left_to_xla(rows, size, dtypes, native_kernels):
     x, w = random(0, rows, size, dtype=dtypes[0]), random(1, 5, size, dtype=dtypes[1])
@@ -110,8 +110,6 @@ BUILD = """
 
 
 def build(folder, **environment):
-    import os
-
     command = [sys.executable, "-c", textwrap.dedent(BUILD), str(folder)]
     done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -119,7 +117,9 @@ def build(folder, **environment):
 
 
 def test_without_a_compiler_the_reason_is_told(tmp_path):
-    assert build(tmp_path, CC="no-such-compiler") == "not built: no C compiler was found as 'no-such-compiler'"
+    assert build(tmp_path, CC="no-such-compiler") == (
+        "not built: no C compiler was found as 'no-such-compiler': install GCC (9 or newer) or Clang, or name one in CC"
+    )
     assert build(tmp_path, CC="false").startswith("not built: ")
 
 
@@ -136,9 +136,23 @@ def test_a_build_is_made_once_and_found_again_without_a_compiler_run(tmp_path):
     assert [path.stat().st_mtime_ns for path in tmp_path.iterdir()] == [before]
 
 
-def test_builds_at_once_do_not_disturb_each_other(tmp_path):
-    from concurrent.futures import ThreadPoolExecutor
+def test_a_damaged_build_is_made_anew_at_the_next_start(tmp_path):
+    assert build(tmp_path) == "built"
+    (made,) = tmp_path.iterdir()
+    made.write_bytes(b"not a library")
+    assert build(tmp_path).startswith("not built: ")
+    assert build(tmp_path) == "built"
 
+
+def test_a_compiler_may_come_with_options(tmp_path):
+    assert build(tmp_path, CC="cc -g0") == "built"
+
+
+def test_of_what_a_compiler_says_the_error_is_told(tmp_path):
+    assert "error" in build(tmp_path, CC="cc -include no-such-header.h")
+
+
+def test_builds_at_once_do_not_disturb_each_other(tmp_path):
     with ThreadPoolExecutor(3) as pool:
         assert list(pool.map(lambda _: build(tmp_path), range(3))) == ["built"] * 3
     assert len(list(tmp_path.iterdir())) == 1

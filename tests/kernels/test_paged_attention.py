@@ -110,9 +110,11 @@ def error(out, expected):
 
 @pytest.mark.parametrize("implementation", ["xla", "mosaic", "native"])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_it_agrees_with_dense_attention_whatever_lies_in_unused_rows(case, implementation, native_kernels):
-    if implementation == "native" and (case.is_float8 or case.head_dim % 32):
-        pytest.skip("not for native kernels")
+def test_it_agrees_with_dense_attention_whatever_lies_in_unused_rows(case, implementation, request):
+    if implementation == "native":
+        request.getfixturevalue("native_kernels")
+        if case.is_float8 or case.head_dim % 32:
+            pytest.skip("not for native kernels")
     rng = np.random.default_rng(0)
     B, N, scale = len(case.lengths), case.capacity // case.page, case.head_dim**-0.5
     num_pages = 1 + B * N
@@ -166,8 +168,10 @@ def test_float8_values_keep_a_long_tail_however_small_they_are():
 
 
 @pytest.mark.parametrize("implementation", ["xla", "mosaic", "native"])
-def test_a_row_that_sees_nothing_is_finite(implementation, native_kernels):
+def test_a_row_that_sees_nothing_is_finite(implementation, request):
     """As behind the end of a prompt, where a window is shorter than a chunk; its neighbours are what they are alone."""
+    if implementation == "native":
+        request.getfixturevalue("native_kernels")
     rng = np.random.default_rng(4)
     pages, _ = pages_of(rng.normal(size=(3, 1, 16, 64)), False)
     q = rng.normal(size=(1, 2, 1, 64)).astype(ml_dtypes.bfloat16)
@@ -226,7 +230,9 @@ def test_extreme_float8_rows_weigh_what_they_stand_for(implementation, is_static
 @pytest.mark.parametrize(("implementation", "hd", "page"), [("xla", 8, 4), ("xla", 8, 16), ("native", 32, 16)])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (5, 1)])
 @pytest.mark.parametrize(("rows", "window"), [(1, None), (3, None), (3, 7), (31, 7), (31, None)])
-def test_it_is_exact_in_float32(implementation, hd, page, heads, kv_heads, rows, window, native_kernels):
+def test_it_is_exact_in_float32(implementation, hd, page, heads, kv_heads, rows, window, request):
+    if implementation == "native":
+        request.getfixturevalue("native_kernels")
     rng = np.random.default_rng(0)
     B, S = 3, 64
     num_pages = 1 + B * S // page
@@ -278,6 +284,20 @@ def test_heads_that_do_not_divide_are_refused():
 def test_what_mosaic_does_not_take_it_names(arguments, reason):
     with pytest.raises(Unsupported, match=reason):
         call(**arguments, implementation="mosaic")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"head_dim": 80}, "heads of 80 and pages of 32"),
+        ({"page": 8}, "heads of 64 and pages of 8"),
+        ({"is_float8": True}, "bfloat16 queries and uint8 keys"),
+        ({"dtype": jnp.float16}, "float16 queries and float16 keys"),
+    ],
+)
+def test_what_native_kernels_do_not_take_they_name(arguments, reason, native_kernels):
+    with pytest.raises(Unsupported, match=reason):
+        call(**arguments, implementation="native")
 
 
 def equations(jaxpr):
