@@ -48,8 +48,5 @@ def test_the_text_is_that_of_xla_alone_and_a_missing_compiler_is_told_once(folde
     assert native == plain
     assert [len(text) for text in native] == [24, 24, 24]
     assert "compiler" not in silent
-    assert (
-        said.count("no C compiler was found as 'no-such-compiler'; without it, decoding on a CPU takes about twice")
-        == 1
-    )
+    assert said.count("twice as long as it could: no C compiler was found as 'no-such-compiler': install GCC") == 1
     assert list((tmp_path / "native").glob("kernels-*.so"))
