@@ -16,7 +16,7 @@ from spec_jax.errors import UserError
 from spec_jax.handoff import PrefillMesh
 from spec_jax.models.decoder import Decoder, Rows
 from spec_jax.models.layers import random_weights
-from spec_jax.sharding import ShardingRules, place, tensor_parallel_mesh
+from spec_jax.sharding import ShardingRules, place, tensor_parallel_mesh, use_mesh
 from tests.conftest import TINY
 from tests.test_engine import PROMPTS, finish, make_request
 
@@ -88,11 +88,9 @@ def test_every_matrix_is_really_split(size):
 def test_no_pass_gathers_a_weight(size):
     """Each device multiplies by its own share: the collectives of a pass move activations only."""
     mesh = mesh_of(size)
-    text = (
-        run_pass.lower(sharded(mesh), create_cache(abstract_cache(WIDE, 5, 8, jnp.float32, mesh, RULES)))
-        .compile()
-        .as_text()
-    )
+    with use_mesh(mesh):  # as the engine's programs are traced
+        lowered = run_pass.lower(sharded(mesh), create_cache(abstract_cache(WIDE, 5, 8, jnp.float32, mesh, RULES)))
+        text = lowered.compile().as_text()
     gathered = [line for line in text.splitlines() if " all-gather(" in line or " all-to-all(" in line]
     weights = (WIDE.ffn_size * WIDE.hidden_size, WIDE.hidden_size**2, WIDE.vocab_size * WIDE.hidden_size)
     for line in gathered:
