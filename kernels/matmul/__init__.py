@@ -13,6 +13,7 @@ def matmul(x: Array, w: Array, dtype: jnp.dtype | None = None) -> Array:
 
     XLA's own product, but on a CPU, where `native` takes the shapes.
     """
-    if native.takes(x, w, jnp.dtype(dtype or x.dtype)):
-        return native.matmul(x, w, jnp.dtype(dtype or x.dtype))
+    result = jnp.dtype(dtype or x.dtype)
+    if native.takes(x, w, result):
+        return native.matmul(x, w, result)
     return jnp.einsum("ri,oi->ro", x, w, preferred_element_type=dtype)

@@ -59,8 +59,8 @@ def build(folder: Path) -> None:
                 subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
                 whole.replace(made)
         library = _opened(made)
-        for name in _FUNCTIONS:
-            jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(library[name]), platform="cpu")
+        for function in _FUNCTIONS:
+            jax.ffi.register_ffi_target(function, jax.ffi.pycapsule(library[function]), platform="cpu")
     except subprocess.CalledProcessError as error:
         said = error.stderr.strip().splitlines() or ["no message"]
         raise NotBuilt(f"{compiler} failed: {next((line for line in said if 'error' in line), said[0])}") from None

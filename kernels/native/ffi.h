@@ -57,6 +57,10 @@ INLINED void store(char* to, int64_t at, float value, int is_bf16) {
 
 INLINED floats same(float value) { return (floats){0} + value; }
 
+INLINED floats choose(ints is_first, floats first, floats second) {
+  return (floats)(((words)is_first & (words)first) | (~(words)is_first & (words)second));
+}
+
 INLINED float sum_of(floats lanes) {
   for (int half = LANES / 2; half > 0; half /= 2)
     for (int lane = 0; lane < half; lane++) lanes[lane] += lanes[lane + half];

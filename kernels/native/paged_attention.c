@@ -26,7 +26,7 @@ typedef struct {
 // e^x for x <= 0: 2^n times a polynomial of the rest, which lies within half of ln 2.
 INLINED floats exponential(floats x) {
   const floats least = same(-87.0f);
-  x = (floats)(((words)(x < least) & (words)least) | (~(words)(x < least) & (words)x));
+  x = choose(x < least, least, x);  // what is no number stays none
   const ints n = __builtin_convertvector(x * 1.44269504f - 0.5f, ints);
   const floats turns = __builtin_convertvector(n, floats);
   const floats r = (x - turns * 0.693359375f) + turns * 2.12194440e-4f;
@@ -72,6 +72,10 @@ INLINED void value_tile(const Attention* a, int rows, int is_bf16, int64_t b, in
   memcpy(out, acc, sizeof acc);
 }
 
+INLINED ints between(ints values, int64_t low, int64_t high) {
+  return (values >= (int32_t)low) & (values <= (int32_t)high);
+}
+
 // Makes weights of the scores at positions first .. end - 1, of which the row sees low .. high, and returns their sum.
 static float softmax(float* scores, int64_t first, int64_t end, int64_t low, int64_t high, float scale) {
   floats most = same(-1e30f), sum = {0};
@@ -80,21 +84,16 @@ static float softmax(float* scores, int64_t first, int64_t end, int64_t low, int
   for (int64_t s = first; s < end; s += LANES) {
     floats x;
     memcpy(&x, scores + s - first, sizeof x);
-    const ints position = at + (int32_t)s;
-    const words seen = (words)((position >= (int32_t)low) & (position <= (int32_t)high));
-    x = (floats)((seen & (words)(x * scale)) | (~seen & (words)same(-1e30f)));
+    x = choose(between(at + (int32_t)s, low, high), x * scale, same(-1e30f));
     memcpy(scores + s - first, &x, sizeof x);
-    const words more = (words)(x > most);
-    most = (floats)((more & (words)x) | (~more & (words)most));
+    most = choose(x > most, x, most);
   }
   float largest = most[0];
   for (int lane = 1; lane < LANES; lane++) largest = most[lane] > largest ? most[lane] : largest;
   for (int64_t s = first; s < end; s += LANES) {
     floats x;
     memcpy(&x, scores + s - first, sizeof x);
-    const ints position = at + (int32_t)s;
-    const words seen = (words)((position >= (int32_t)low) & (position <= (int32_t)high));
-    x = (floats)(seen & (words)exponential(x - largest));
+    x = choose(between(at + (int32_t)s, low, high), exponential(x - largest), same(0));
     memcpy(scores + s - first, &x, sizeof x);
     sum += x;
   }
