@@ -29,11 +29,14 @@ from .programs import Program, Programs
 from .request import Counters, Request
 from .scheduler import Scheduler
 from .sharding import ShardingRules
+from .signals import signals_held
 from .sizes import Sizes
 from .slot_row import check_tokens, filled, needs_bias, slot_row, token_bias
 
 _log = logging.getLogger("spec_jax")
 _DRAFTS_WATCHED = 1000
+# What JAX calls when an asynchronous copy has arrived needs the interpreter: where it is gone by then, the process aborts.
+_COPY_SECONDS = 0.02
 _LEAST_ACCEPTED = 0.02  # far below any head that fits, and about what unrelated tokens agree
 _FINISH_REASONS = {STOPPED: "stop", LENGTH: "length"}
 
@@ -202,7 +205,8 @@ class Engine:
                 program = self.programs.round_part(shape, part)
                 program.compile()
                 started = time.perf_counter()
-                here.cache, result = program(self._weights, here.cache, here.state)
+                with signals_held():
+                    here.cache, result = program(self._weights, here.cache, here.state)
                 jax.block_until_ready(result)
                 if number > 0:  # the first run sets things up
                     found.append(time.perf_counter() - started)
@@ -241,7 +245,8 @@ class Engine:
         if self._prefill_mesh is not None:
             if self._in_flight is not None and not self._prefill_mesh.has_arrived:
                 return False
-            self._on_device.cache = self._prefill_mesh.deliver(self._on_device.cache)
+            with signals_held():
+                self._on_device.cache = self._prefill_mesh.deliver(self._on_device.cache)
         return True
 
     def _prefill_chunk(self, request: Request) -> None:
@@ -255,10 +260,12 @@ class Engine:
             output = self._prefill_mesh.run(request.pages, tokens, following, start, count, wants_logprobs)
         else:
             num_pages = self.sizes.page_bucket(start + count)
-            here.cache, output = self.programs.prefill(size, num_pages, wants_logprobs)(
-                self._weights, here.cache, tokens, following, np.int32(start), np.int32(count),
-                filled(request.pages, self.sizes.max_pages)[:num_pages],
-            )  # fmt: skip
+            program = self.programs.prefill(size, num_pages, wants_logprobs)
+            with signals_held():
+                here.cache, output = program(
+                    self._weights, here.cache, tokens, following, np.int32(start), np.int32(count),
+                    filled(request.pages, self.sizes.max_pages)[:num_pages],
+                )  # fmt: skip
         request.draft_hidden = output.draft_hidden
         if wants_logprobs:
             request.append_prompt_logprobs(
@@ -270,10 +277,12 @@ class Engine:
         here, slot = self._on_device, np.int32(request.slot)
         if needs_bias(request):
             bias = token_bias(request, self._vocab_size)
-            here.token_bias = self.programs.set_bias()(here.token_bias, slot, bias)
+            with signals_held():
+                here.token_bias = self.programs.set_bias()(here.token_bias, slot, bias)
         row = slot_row(request, self.sizes)
         request.draft_hidden = None
-        here.state = self.programs.insert()(here.state, slot, row)
+        with signals_held():
+            here.state = self.programs.insert()(here.state, slot, row)
 
     # --- dispatch -----------------------------------------------------------------------------------------------------
 
@@ -298,13 +307,15 @@ class Engine:
         here = self._on_device
         program = self.programs.burst(shape)
         with self._all_or_none(taking_part.values()):
-            here.cache, here.state, output = program(
-                self._weights, here.cache, here.state, here.token_bias, np.int32(rounds), constraint
-            )
+            with signals_held():
+                here.cache, here.state, output = program(
+                    self._weights, here.cache, here.state, here.token_bias, np.int32(rounds), constraint
+                )
             if all(request.params.logprobs is None for request in taking_part.values()):
                 output = output._replace(logprobs=None)  # nobody reads them: they need not be copied
-            for array in jax.tree.leaves(output):
-                array.copy_to_host_async()
+            if self.sizes.platform != "cpu":  # whose memory is the host's
+                for array in jax.tree.leaves(output):
+                    array.copy_to_host_async()
             return _Burst(output, taking_part, growth)
 
     def _constraint(
@@ -405,7 +416,9 @@ class Engine:
             if self._prefill_mesh is not None:
                 self._prefill_mesh.drop()
         elif on_device and request.slot >= 0:
-            self._on_device.state = self.programs.deactivate()(self._on_device.state, np.int32(request.slot))
+            here = self._on_device
+            with signals_held():
+                here.state = self.programs.deactivate()(here.state, np.int32(request.slot))
         self.scheduler.release(request)
 
 
@@ -417,3 +430,4 @@ def _to_host(output: BurstOutput) -> Any:
 def _wait(on_device: _OnDevice) -> None:
     on_device.is_closing = True
     jax.block_until_ready((on_device.cache, on_device.state))
+    time.sleep(_COPY_SECONDS)

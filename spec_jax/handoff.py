@@ -14,6 +14,7 @@ from .cache import PagedCache, create_cache
 from .prefill import PrefillOutput
 from .programs import Program, Programs
 from .sharding import ShardingRules
+from .signals import signals_held
 from .sizes import Sizes
 from .slot_row import filled
 
@@ -65,10 +66,11 @@ class PrefillMesh:
         num_pages = self.sizes.page_bucket(start + count)
         local = list(range(1, 1 + self.sizes.max_pages))
         program = self.programs.prefill(size, num_pages, has_logprobs)
-        self._cache, output = program(
-            self._weights, self._cache, tokens, following, np.int32(start), np.int32(count),
-            np.asarray(local[:num_pages], np.int32),
-        )  # fmt: skip
+        with signals_held():
+            self._cache, output = program(
+                self._weights, self._cache, tokens, following, np.int32(start), np.int32(count),
+                np.asarray(local[:num_pages], np.int32),
+            )  # fmt: skip
         touched = slice(start // page, (start + count - 1) // page + 1)
         n = self._num_moved(size)
         moved = self.programs.take_pages(n)(self._cache, filled(local[touched], n))
