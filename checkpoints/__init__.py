@@ -2,7 +2,7 @@
 
 from .drafts import Drafter, open_drafter
 from .eagle import HeadFiles, open_head
-from .eagle_export import export_head
+from .eagle_export import check_exportable, export_head
 from .load import ModelFiles, open_model
 from .resolve import BUILTIN_MODELS, fetch
 
@@ -11,6 +11,7 @@ __all__ = [
     "Drafter",
     "HeadFiles",
     "ModelFiles",
+    "check_exportable",
     "export_head",
     "fetch",
     "open_drafter",

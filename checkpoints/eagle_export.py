@@ -17,19 +17,24 @@ from .eagle import FINGERPRINT, LAYER_IDS, vocabulary_fingerprint
 from .tensor_folder import write_json
 
 
+def check_exportable(config: EagleConfig) -> None:
+    """Raises UserError for a head that `export_head` cannot write."""
+    plain = EagleConfig(
+        version=3, layer=EagleConfig.llama_layer(config.layer),
+        target_hidden_size=config.layer.hidden_size, draft_vocab_size=config.draft_vocab_size, captured=config.captured,
+        has_target_ids=True,
+    )  # fmt: skip
+    if config != plain:
+        raise UserError(f"only EAGLE-3 heads as train-draft makes them can be written, not {config}")
+
+
 def export_head(
     head: EagleHead, target: ModelConfig, tokenizer: Tokenizer, folder: Path, extra: dict[str, Any] | None = None
 ) -> None:
     """Writes an EAGLE-3 head as `model.safetensors` (bfloat16) and `config.json`, as vLLM and SGLang load them: layers are
     named in both conventions. `extra` is written into config.json as it is. Both files appear whole or not at all."""
     config, layer = head.config, head.config.layer
-    plain = EagleConfig(
-        version=3, layer=EagleConfig.llama_layer(layer),
-        target_hidden_size=layer.hidden_size, draft_vocab_size=config.draft_vocab_size, captured=config.captured,
-        has_target_ids=True,
-    )  # fmt: skip
-    if config != plain:
-        raise UserError(f"only EAGLE-3 heads as train-draft makes them can be written, not {config}")
+    check_exportable(config)
     values = {".".join(map(str, path)): np.asarray(v[...]) for path, v in nnx.to_flat_state(nnx.state(head))}
     K, G, hd = layer.num_kv_heads, layer.queries_per_kv, layer.head_dim
     groups = values["layer.attention.qkv.weight"].reshape(K, G + 2, hd, -1)

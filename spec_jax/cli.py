@@ -125,12 +125,15 @@ class TrainDraft:
     prompts: Path | None = None
     """User turns to answer: JSONL with prompt or turns, or a text file with one per line. Without it, an instruct model
     writes them itself."""
+    initial_head: Path | None = None
+    """Folder of a head that train-draft made, to go on from; it is unrolled num_unrolled times from the first step, and the
+    learning rate falls from then on. Without it, the head starts from the model's last layer."""
     num_conversations: int = 20_000
     """How many user turns are asked."""
     num_steps: int = 20_000
     """Training steps, of batch_rows x row_tokens tokens each."""
-    draft_vocab_size: int = 8192
-    """The most frequent tokens, which the head can propose."""
+    draft_vocab_size: int | None = None
+    """The most frequent tokens, which the head can propose: 8192, or as many as initial_head has."""
     max_user_tokens: int = 96
     """Longest user turn that the model writes."""
     max_answer_tokens: int = 192

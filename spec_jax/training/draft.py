@@ -8,17 +8,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from rich.console import Console
 
-from ..checkpoints import export_head
+from ..checkpoints import HeadFiles, check_exportable, export_head, open_head
 from ..checkpoints.tensor_folder import read_json, write_json
 from ..config import EagleConfig, ModelConfig
 from ..errors import UserError
 from ..llm import LLM
+from ..models.eagle import Eagle3
 from ..sharding import ShardingRules, use_mesh
 from .conversations import Conversation, read_conversations, read_prompts, write_conversations
 from .features import FeatureFile, Text, make_texts
@@ -36,9 +38,10 @@ def train_draft(
     model: str,
     output: Path,
     prompts: Path | None = None,
+    initial_head: Path | None = None,
     num_conversations: int = 20_000,
     num_steps: int = 20_000,
-    draft_vocab_size: int = 8192,
+    draft_vocab_size: int | None = None,
     max_user_tokens: int = 96,
     max_answer_tokens: int = 192,
     max_num_seqs: int = 64,
@@ -57,6 +60,9 @@ def train_draft(
 
     Args:
       prompts: a file of user turns (`read_prompts`); by default the model writes `num_conversations` of them.
+      initial_head: folder of a head that training goes on from; it is unrolled `num_unrolled` times from the first step,
+        and the learning rate falls from then on. By default the head starts from its target.
+      draft_vocab_size: 8192 by default; that of `initial_head`, where there is one.
       num_steps: of `batch_rows` rows of `row_tokens` tokens each.
       num_unrolled: steps of the training-time test.
 
@@ -75,7 +81,7 @@ def train_draft(
         raise UserError(f"learning_rate is {learning_rate}: allowed is a number above 0")
     settings = {
         "model": model, "num_conversations": num_conversations,
-        "draft_vocab_size": draft_vocab_size, "max_user_tokens": max_user_tokens, "max_answer_tokens": max_answer_tokens,
+        "max_user_tokens": max_user_tokens, "max_answer_tokens": max_answer_tokens,
         "max_num_seqs": max_num_seqs, "batch_rows": batch_rows, "row_tokens": row_tokens, "num_unrolled": num_unrolled,
         "learning_rate": learning_rate, "dtype": dtype, "seed": seed,
     }  # fmt: skip
@@ -84,6 +90,8 @@ def train_draft(
         num_steps=num_steps, num_unrolled=num_unrolled, rows=batch_rows, row_tokens=row_tokens,
         learning_rate=learning_rate, seed=seed, steps_per_checkpoint=min(max(num_steps // 4, 50), 200),
     )  # fmt: skip
+    if initial_head is not None:
+        config = replace(config, first_unrolled=num_unrolled, final_share=1.0)
     if not 0 <= seed < 2**20:
         raise UserError(f"seed is {seed}: allowed is an integer from 0 to {2**20 - 1}")
     given = None if prompts is None else read_prompts(prompts)
@@ -98,8 +106,10 @@ def train_draft(
         model, draft="none", dtype=dtype, max_num_seqs=max_num_seqs, max_model_len=max_len,
         num_kv_tokens=max_num_seqs * max_len, tensor_parallel_size=tensor_parallel_size,
     )  # fmt: skip
-    head_config = EagleConfig.for_target(llm.config, draft_vocab_size)
-    ShardingRules().usable(llm.mesh, replace(head_config.layer, vocab_size=draft_vocab_size))
+    initial = None if initial_head is None else _open_initial(initial_head, llm, draft_vocab_size)
+    head_config = EagleConfig.for_target(llm.config, draft_vocab_size or 8192) if initial is None else initial.config
+    settings |= {"initial_head": initial_head and str(initial_head), "draft_vocab_size": head_config.draft_vocab_size}
+    ShardingRules().usable(llm.mesh, replace(head_config.layer, vocab_size=head_config.draft_vocab_size))
     console = Console(stderr=True)
     work = output / "work"
     with _disk_errors(output):
@@ -110,8 +120,19 @@ def train_draft(
         for asked in write_conversations(llm, told, num_conversations, given, seed=seed, **lengths):
             console.print(f"asked {asked} of {num_conversations} user turns")
         with use_mesh(llm.mesh):
-            _train_on(llm, read_conversations(told), head_config, config, output, console)
+            _train_on(llm, read_conversations(told), head_config, initial, config, output, console)
     return output
+
+
+def _open_initial(folder: Path, llm: LLM, draft_vocab_size: int | None) -> HeadFiles:
+    files = open_head(folder, llm.config, llm.tokenizer)
+    check_exportable(files.config)
+    size = files.config.draft_vocab_size
+    if draft_vocab_size not in (None, size):
+        raise UserError(
+            f"draft_vocab_size is {draft_vocab_size}, and {folder} has {size}: leave it out to go on from there"
+        )
+    return files
 
 
 @contextmanager
@@ -141,18 +162,23 @@ def _train_on(
     llm: LLM,
     conversations: Sequence[Conversation],
     head_config: EagleConfig,
+    initial: HeadFiles | None,
     config: TrainConfig,
     output: Path,
     console: Console,
 ) -> None:
     work = output / "work"
-    draft_ids = draft_vocabulary(conversations, llm.config, head_config.draft_vocab_size)
     texts = make_texts(conversations, config.row_tokens)
     _check_unchanged(work / "texts.json", {"texts": _digest(texts)})  # hidden states and checkpoints are of these alone
     file = FeatureFile(work / "features.bin", texts, head_config)
     for done in file.fill(llm.decoder, head_config):
         console.print(f"hidden states of {done} of {len(texts)} texts")
-    head = new_head(llm.decoder, head_config, draft_ids, config.seed, llm.mesh)
+    if initial is None:
+        draft_ids = draft_vocabulary(conversations, llm.config, head_config.draft_vocab_size)
+        head = new_head(llm.decoder, head_config, draft_ids, config.seed, llm.mesh)
+    else:
+        head = cast(Eagle3, initial.load(dtype="float32", mesh=llm.mesh))
+        draft_ids = np.asarray(cast(nnx.Variable, head.target_ids)[...])
     places = np.full(llm.config.vocab_size, -1, np.int32)
     places[draft_ids] = np.arange(len(draft_ids))
     embedding = llm.decoder.embedding[...].astype(jnp.float32)

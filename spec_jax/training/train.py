@@ -21,22 +21,26 @@ from .objective import Batch, SharedWeights, unrolled_loss
 from .packing import batches, load
 
 _EVALUATED_STEPS = 5
-_FINAL_SHARE = 0.2  # of all steps, over which the learning rate falls to zero; before that it is constant
 
 
 @dataclass(frozen=True)
 class TrainConfig:
     """`num_unrolled` steps of the training-time test, weighted by powers of `decay`; a batch is `rows` rows of `row_tokens`
-    tokens. The test is unrolled once in the first part of the training, twice in the second, and so on in equal parts: a
-    step costs what it unrolls, and the first draft must be good before others follow it."""
+    tokens. The test is unrolled `first_unrolled` times in the first part of the training, once more in the second, and so on
+    in equal parts: a step costs what it unrolls, and the first draft must be good before others follow it.
+
+    The learning rate is constant, but for the warm-up and the last `final_share` of the steps, over which it falls to zero.
+    """
 
     num_steps: int
     num_unrolled: int = 3
+    first_unrolled: int = 1
     decay: float = 0.8
     rows: int = 1
     row_tokens: int = 1024
     learning_rate: float = 1e-3
     warmup_steps: int = 50
+    final_share: float = 0.2
     clip: float = 0.5
     seed: int = 0
     steps_per_checkpoint: int = 50
@@ -100,11 +104,12 @@ def train(
         order = _endless(texts, chosen, config)
         for _ in range(step):
             next(order)
+        more = 1 + config.num_unrolled - config.first_unrolled
         losses: list[jax.Array] = []
         started = time.perf_counter()
         while step < config.num_steps:
             batch = load(file, texts, next(order), config.rows, config.row_tokens)
-            num_unrolled = 1 + step * config.num_unrolled // config.num_steps
+            num_unrolled = config.first_unrolled + step * more // config.num_steps
             state, (_, loss) = update(state, rest, shared, batch, num_unrolled)
             losses.append(loss[0])
             step += 1
@@ -128,7 +133,7 @@ def _mean(values: Sequence[jax.Array]) -> list[float]:
 
 def _learning_rate(config: TrainConfig, step: jax.Array) -> jax.Array:
     up = (step + 1) / config.warmup_steps
-    down = (config.num_steps - step) / math.ceil(config.num_steps * _FINAL_SHARE)
+    down = (config.num_steps - step) / math.ceil(config.num_steps * config.final_share)
     return config.learning_rate * jnp.minimum(1.0, jnp.minimum(up, down))
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors.numpy import load_file
 
 from spec_jax import LLM, SamplingParams
 from spec_jax.cache import abstract_cache, create_cache
@@ -253,14 +254,18 @@ def test_a_head_trained_from_nothing_speeds_up_its_target_and_changes_no_text(de
 
 
 @pytest.mark.slow
-def test_training_on_a_mesh_gives_the_same_head(deep_folder, tmp_path):
+def test_training_on_a_mesh_gives_the_same_head(tmp_path):
+    even = replace(DEEP, vocab_size=260)
+    target_folder = write_model_folder(tmp_path / "model", Decoder(random_weights(seed=1, dtype=jnp.float32), even))
     options = {
         "num_conversations": 50, "num_steps": 4, "max_user_tokens": 6, "max_answer_tokens": 8, "row_tokens": 32,
         "draft_vocab_size": 32, "dtype": "float32", "max_num_seqs": 4,
     }  # fmt: skip
     heads = []
     for size in (1, 2):
-        folder = train_draft(model=str(deep_folder), output=tmp_path / str(size), tensor_parallel_size=size, **options)
+        folder = train_draft(
+            model=str(target_folder), output=tmp_path / str(size), tensor_parallel_size=size, **options
+        )
         heads.append((folder / "work" / "progress.jsonl").read_text())
     one, two = (json.loads(text.splitlines()[-1]) for text in heads)
     assert one["loss"] == pytest.approx(two["loss"], rel=1e-3)
@@ -302,3 +307,23 @@ def test_a_folder_that_was_begun_otherwise_is_refused_with_both_values(deep_fold
     (tmp_path / "model.safetensors").unlink()
     train_draft(**options)  # nothing is left to be done but the file
     assert (tmp_path / "model.safetensors").exists()
+
+
+def test_training_goes_on_from_a_head_where_that_one_stood(deep_folder, tmp_path):
+    options = {
+        "model": str(deep_folder), "num_conversations": 50, "max_answer_tokens": 12, "max_user_tokens": 6,
+        "max_num_seqs": 8, "dtype": "float32", "row_tokens": 64, "num_unrolled": 2, "learning_rate": 3e-3,
+    }  # fmt: skip
+    first = train_draft(output=tmp_path / "first", num_steps=100, draft_vocab_size=64, **options)
+    again = train_draft(output=tmp_path / "again", num_steps=1, initial_head=first, **options)
+    before, after = (
+        json.loads((folder / "work" / "progress.jsonl").read_text().splitlines()[-1]) for folder in (first, again)
+    )
+    assert after["agreement"] == pytest.approx(before["agreement"], abs=0.03)  # the file is bfloat16
+    heads = [load_file(folder / "model.safetensors") for folder in (first, again)]
+    np.testing.assert_array_equal(heads[0]["d2t"], heads[1]["d2t"])
+    assert len(heads[1]["d2t"]) == 64
+    with pytest.raises(UserError, match=r"draft_vocab_size is 32, and .*first has 64"):
+        train_draft(output=tmp_path / "other", num_steps=1, initial_head=first, draft_vocab_size=32, **options)
+    with pytest.raises(UserError, match=r"begun with initial_head .*first"):
+        train_draft(output=tmp_path / "again", num_steps=1, draft_vocab_size=64, **options)
