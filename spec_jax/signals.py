@@ -27,5 +27,5 @@ def signals_held() -> Iterator[None]:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    for number, frame in arrived:
-        handlers[number](number, frame)
+    for which, frame in arrived:
+        handlers[signal.Signals(which)](which, frame)

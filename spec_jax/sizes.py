@@ -111,12 +111,16 @@ class Sizes:
         )
 
     def _row_widths(self, num_slots: int, num_draft_tokens: int) -> tuple[int, ...]:
-        """On a CPU rows cost time, so rounds without drafts run narrow."""
+        """On a CPU rows cost time, so rounds without drafts run narrow, and those with few of them in between; but each width
+        is compiled, which is too much where there are programs for several lengths of the context as well."""
         full = num_draft_tokens + 1
         if self.platform != "cpu":
             return (full,)
         narrow = self._least_rows(num_slots)
-        return (narrow, full) if full > narrow else (narrow,)
+        if full <= narrow:
+            return (narrow,)
+        middle = (narrow + full) // 2 if self._attention_reads_pages else full
+        return tuple(sorted({narrow, middle, full}))
 
     def _least_rows(self, num_slots: int) -> int:
         """One lone bfloat16 row is pathological on a CPU where XLA multiplies: 7 x slower than two, as it takes another path
