@@ -111,8 +111,8 @@ class Sizes:
         )
 
     def _row_widths(self, num_slots: int, num_draft_tokens: int) -> tuple[int, ...]:
-        """On a CPU rows cost time, so rounds without drafts run narrow, and those with few of them in between; but each width
-        is compiled, which is too much where there are programs for several lengths of the context as well."""
+        """On a CPU rows cost time, so rounds without drafts run narrow, and those with few of them in between; but each
+        width is compiled, which is too much where there are programs for several lengths of the context as well."""
         full = num_draft_tokens + 1
         if self.platform != "cpu":
             return (full,)
