@@ -8,7 +8,7 @@ MAX_DRAFT_TOKENS = 16
 MAX_NUM_SEQS = 4096
 _DEFAULT_MODEL_LEN = 8192
 MAX_LOGPROBS = 20  # of the best tokens, as in the OpenAI API and vLLM
-NGRAM_MIN_BESIDE_HEAD = 3  # shorter matches are right less often than a head's first draft
+NGRAM_MIN_BESIDE_HEAD = 2  # a match of a single token is right less often than a head's first draft
 KV_CACHE_DTYPES = ("auto", "fp8")
 
 
@@ -186,7 +186,7 @@ class DraftConfig:
         config = replace(config, schedule=tuple((size, min(k, num_draft_tokens)) for size, k in schedule))
         if head is None:
             return config
-        ngram_max = NGRAM_MIN_BESIDE_HEAD if uses_ngrams else 0
+        ngram_max = config.ngram_max if uses_ngrams else 0
         return replace(config, head=head, ngram_min=NGRAM_MIN_BESIDE_HEAD, ngram_max=ngram_max)
 
     def at_load(self, num_seqs: int) -> "DraftConfig":
@@ -211,7 +211,7 @@ def default_schedule(platform: str, num_tokens: int) -> tuple[tuple[int, int], .
 def default_min_confidence(platform: str) -> float:
     """`DraftConfig.min_confidence` where none is given. A CPU is slowed by each pass of a head; a GPU, where drafts are
     cheap and a program without branches is better, always drafts all."""
-    return 0.15 if platform == "cpu" else 0.0
+    return 0.25 if platform == "cpu" else 0.0
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from tests.conftest import TINY, write_model_folder
 
 ENDINGS = {
     "when a call has returned": "llm.generate(prompt, params); sys.exit(3)",
-    "in the middle of a stream": "next(llm.stream(prompt, params)); sys.exit(3)",
     "interrupted in a call": """
 signal.signal(signal.SIGALRM, lambda *_: sys.exit(3))
 signal.setitimer(signal.ITIMER_REAL, 0.2)
