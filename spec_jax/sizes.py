@@ -119,7 +119,7 @@ class Sizes:
         narrow = self._least_rows(num_slots)
         if full <= narrow:
             return (narrow,)
-        middle = (narrow + full) // 2 if self._attention_reads_pages else full
+        middle = max(narrow, full // 2) if self._attention_reads_pages else full
         return tuple(sorted({narrow, middle, full}))
 
     def _least_rows(self, num_slots: int) -> int:
