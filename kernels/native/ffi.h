@@ -62,9 +62,13 @@ INLINED floats choose(ints is_first, floats first, floats second) {
 }
 
 INLINED float sum_of(floats lanes) {
-  for (int half = LANES / 2; half > 0; half /= 2)
-    for (int lane = 0; lane < half; lane++) lanes[lane] += lanes[lane + half];
-  return lanes[0];
+  typedef float quad __attribute__((vector_size(16)));
+  quad parts[LANES / 4];
+  memcpy(parts, &lanes, sizeof parts);
+  for (int half = LANES / 8; half > 0; half /= 2)
+#pragma GCC unroll 2
+    for (int part = 0; part < half; part++) parts[part] += parts[part + half];
+  return (parts[0][0] + parts[0][2]) + (parts[0][1] + parts[0][3]);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -1,22 +1,52 @@
-// y = x w^T for a few rows x: what one round of decoding multiplies. Each weight is read from memory once, as it lies there,
-// and widened in registers; a row is summed in the same order whatever rows stand beside it here.
+// y = x w^T for a few rows x: what one round of decoding multiplies. Each weight is read from memory once, as it lies there;
+// bfloat16 is multiplied as it is where the CPU can, and else widened in registers. A row is summed in the same order
+// whatever rows stand beside it here.
 //
 // x [R, I] and w [O, I], both float32 or both bfloat16; y [R, O] float32 or bfloat16. I is a multiple of PAIR.
 
 #include "ffi.h"
 
-#define TILE_ROWS 6  // with TILE_OUTPUTS outputs, the sums fill the registers that AVX2 has
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
+#define TILE_ROWS 6  // with TILE_OUTPUTS outputs, the sums fill the registers
+#ifdef __AVX512F__
+#define TILE_OUTPUTS 4
+#else
 #define TILE_OUTPUTS 2
+#endif
 #define CHUNKS_PER_THREAD 4
 #define AHEAD 8192  // bytes, measured: a CPU's own prefetching stops at the end of a page
 
 typedef struct {
-  const floats* x;  // float32, in the order in which a tile takes it
+  const floats* x;  // as `operand` gives it, in the order in which a tile takes it
   const char* w;
   char* y;
   int64_t rows, size, outputs, chunk;
   int is_bf16, y_is_bf16;
 } Product;
+
+#ifdef __AVX512BF16__
+#define HALVES(is_bf16) ((is_bf16) ? 1 : 2)
+#else
+#define HALVES(is_bf16) 2
+#endif
+
+// What `multiply` takes, of PAIR elements from `from`: one vector with two elements in each lane, or one of two halves.
+INLINED floats operand(const char* from, int64_t at, int half, int is_bf16) {
+  if (HALVES(is_bf16) == 2) return load(from, at, half, is_bf16);
+  floats pairs;
+  memcpy(&pairs, from + 2 * at, sizeof pairs);
+  return pairs;
+}
+
+INLINED floats multiply(floats sum, floats x, floats y, int is_bf16) {
+#ifdef __AVX512BF16__
+  if (is_bf16) return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)y);
+#endif
+  return sum + x * y;
+}
 
 INLINED void tile(int rows, int outputs, int is_bf16, const floats* x, const char* w, int64_t size,
                   float sums[TILE_ROWS][TILE_OUTPUTS]) {
@@ -25,13 +55,13 @@ INLINED void tile(int rows, int outputs, int is_bf16, const floats* x, const cha
   for (int64_t i = 0; i < size; i += PAIR) {
     for (int o = 0; o < outputs; o++) __builtin_prefetch(w + (o * size + i) * width + AHEAD);
 #pragma GCC unroll 2
-    for (int half = 0; half < 2; half++) {
+    for (int half = 0; half < HALVES(is_bf16); half++) {
       floats weights[TILE_OUTPUTS];
-      for (int o = 0; o < outputs; o++) weights[o] = load(w + o * size * width, i, half, is_bf16);
+      for (int o = 0; o < outputs; o++) weights[o] = operand(w + o * size * width, i, half, is_bf16);
 #pragma GCC unroll 6
       for (int r = 0; r < rows; r++) {
         const floats value = *x++;
-        for (int o = 0; o < outputs; o++) acc[r][o] += weights[o] * value;
+        for (int o = 0; o < outputs; o++) acc[r][o] = multiply(acc[r][o], weights[o], value, is_bf16);
       }
     }
   }
@@ -51,7 +81,7 @@ INLINED void outputs_of(const Product* p, int64_t o, int outputs, int is_bf16) {
   for (int64_t first = 0; first < p->rows; first += TILE_ROWS) {
     const int rows = p->rows - first < TILE_ROWS ? (int)(p->rows - first) : TILE_ROWS;
     float sums[TILE_ROWS][TILE_OUTPUTS];
-    any_rows(rows, outputs, is_bf16, p->x + first * (p->size / LANES), w, p->size, sums);
+    any_rows(rows, outputs, is_bf16, p->x + first * (p->size / PAIR) * HALVES(is_bf16), w, p->size, sums);
     for (int r = 0; r < rows; r++)
       for (int k = 0; k < outputs; k++) store(p->y, (first + r) * p->outputs + o + k, sums[r][k], p->y_is_bf16);
   }
@@ -76,8 +106,8 @@ static void pack(floats* to, const char* x, int64_t rows, int64_t size, int is_b
   for (int64_t first = 0; first < rows; first += TILE_ROWS) {
     const int64_t end = first + TILE_ROWS < rows ? first + TILE_ROWS : rows;
     for (int64_t i = 0; i < size; i += PAIR)
-      for (int half = 0; half < 2; half++)
-        for (int64_t r = first; r < end; r++) *to++ = load(x + r * size * (is_bf16 ? 2 : 4), i, half, is_bf16);
+      for (int half = 0; half < HALVES(is_bf16); half++)
+        for (int64_t r = first; r < end; r++) *to++ = operand(x + r * size * (is_bf16 ? 2 : 4), i, half, is_bf16);
   }
 }
 
