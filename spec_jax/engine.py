@@ -187,11 +187,11 @@ class Engine:
         failed, self._failed = self._failed, []
         return failed + (self._collect(previous) if previous else [])
 
-    def draft_cost(self, num_slots: int = 1, repetitions: int = 15) -> float:
+    def draft_cost(self, num_slots: int = 1, repetitions: int = 7, rounds: int = 8) -> float:
         """What drafting costs in a round where a head proposes all it may, as a share of the target's own pass over the same
         rows.
 
-        Medians of `repetitions` runs on empty slots; 0 without drafts. Requests must have ended."""
+        Medians of `repetitions` runs of `rounds` rounds each on empty slots; 0 without drafts. Requests must have ended."""
         assert not self.scheduler.has_work
         self.step()  # the burst that was on its way when the last one ended
         shape = self.sizes.burst(num_slots, num_slots, self.config.min_context_bucket, False, False)
@@ -206,7 +206,7 @@ class Engine:
                 program.compile()
                 started = time.perf_counter()
                 with signals_held():
-                    here.cache, result = program(self._weights, here.cache, here.state)
+                    here.cache, result = program(self._weights, here.cache, here.state, np.int32(rounds))
                 jax.block_until_ready(result)
                 if number > 0:  # the first run sets things up
                     found.append(time.perf_counter() - started)

@@ -135,30 +135,41 @@ class Programs:
         )  # fmt: skip
 
     def round_part(self, shape: BurstShape, part: str) -> "Program":
-        """`(weights, cache, state) -> (cache, Any)`: a piece of one round, to be timed on empty slots.
+        """`(weights, cache, state, times) -> (cache, Any)`: a piece of a round, `times` over, to be timed on empty slots.
 
         "draft" proposes where no n-gram is found; "target" is the target's pass alone; "verify" the same with a head's
-        entries behind it."""
+        entries behind it. In a loop, as a burst has it: elsewhere XLA may copy the cache around a branch."""
 
-        def run(weights, cache, state):
+        def run(weights, cache, state, times):
             model, head = self._merge(weights)
             slots = jax.tree.map(lambda x: x[: shape.num_slots], state)
             full = jnp.full_like(slots.length, shape.draft.num_tokens)
             slots = slots._replace(
                 tokens=jnp.broadcast_to(jnp.arange(slots.tokens.shape[1], dtype=jnp.int32), slots.tokens.shape),
-                active=full >= 0, length=full + 2, max_length=full + slots.tokens.shape[1],
+                active=full >= 0, max_length=full + slots.tokens.shape[1],
                 block_tables=slots.block_tables[:, : shape.num_pages],
             )  # fmt: skip
-            if part == "draft":
-                proposed, cache = draft(model, cache, slots, shape, None, head)
-                return cache, proposed
-            drafts = slots.tokens[:, : shape.draft.num_tokens]
-            bias = jnp.zeros((shape.num_slots, 0), jnp.float32)
-            return verify(model, cache, slots, drafts, full, bias, shape, None, head if part == "verify" else None)
+
+            def once(number, cache):
+                # Each time from elsewhere, so that nothing is worked out once for all.
+                here = slots._replace(
+                    length=full + 2 + number % 2,
+                    draft_hidden=slots.draft_hidden + number.astype(slots.draft_hidden.dtype),
+                )
+                if part == "draft":
+                    proposed, cache = draft(model, cache, here, shape, None, head)
+                    return cache, proposed
+                drafts = here.tokens[:, : shape.draft.num_tokens]
+                bias = jnp.zeros((shape.num_slots, 0), jnp.float32)
+                return verify(model, cache, here, drafts, full, bias, shape, None, head if part == "verify" else None)
+
+            _, result = jax.eval_shape(once, jnp.int32(0), cache)
+            result = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), result)
+            return jax.lax.fori_loop(0, times, lambda number, carry: once(number, carry[0]), (cache, result))
 
         return self._get(
             ("round_part", shape, part), run, (1,), (self._at(self.cache), self._replicated),
-            self.weights, self.cache, self.state,
+            self.weights, self.cache, self.state, _SCALAR,
         )  # fmt: skip
 
     def insert(self) -> "Program":
