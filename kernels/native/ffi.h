@@ -11,6 +11,10 @@
 
 #include "xla/ffi/api/c_api.h"
 
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
 #define INLINED static inline __attribute__((always_inline))
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -56,6 +60,47 @@ INLINED void store(char* to, int64_t at, float value, int is_bf16) {
 }
 
 INLINED floats same(float value) { return (floats){0} + value; }
+
+// Lanes hold the same 32 bits each: a float32, or a pair of bfloat16.
+INLINED floats same_word(uint32_t word) { return (floats)((words){0} + word); }
+
+// sum + x y, lane by lane; where CAN_MULTIPLY_PAIRS, lanes of bfloat16 hold pairs of them, and both products are added.
+#ifdef __AVX512BF16__
+#define CAN_MULTIPLY_PAIRS 1
+#else
+#define CAN_MULTIPLY_PAIRS 0
+#endif
+INLINED floats multiply(floats sum, floats x, floats y, int is_bf16) {
+#ifdef __AVX512BF16__
+  if (is_bf16) return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)y);
+#endif
+  return sum + x * y;
+}
+
+// Turns LANES vectors: lane j of vector i becomes lane i of vector j.
+#ifdef __AVX512F__
+#define LOW 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
+#define HIGH 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
+#else
+#define LOW 0, 8, 1, 9, 2, 10, 3, 11
+#define HIGH 4, 12, 5, 13, 6, 14, 7, 15
+#endif
+#ifdef __clang__
+#define MIX(x, y, ...) __builtin_shufflevector(x, y, __VA_ARGS__)
+#else
+#define MIX(x, y, ...) __builtin_shuffle(x, y, (ints){__VA_ARGS__})
+#endif
+INLINED void turn(floats x[LANES]) {
+  for (int done = 1; done < LANES; done *= 2) {
+    floats mixed[LANES];
+#pragma GCC unroll 8
+    for (int i = 0; i < LANES / 2; i++) {
+      mixed[2 * i] = MIX(x[i], x[i + LANES / 2], LOW);
+      mixed[2 * i + 1] = MIX(x[i], x[i + LANES / 2], HIGH);
+    }
+    memcpy(x, mixed, sizeof mixed);
+  }
+}
 
 INLINED floats choose(ints is_first, floats first, floats second) {
   return (floats)(((words)is_first & (words)first) | (~(words)is_first & (words)second));

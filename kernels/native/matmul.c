@@ -6,10 +6,6 @@
 
 #include "ffi.h"
 
-#ifdef __AVX512BF16__
-#include <immintrin.h>
-#endif
-
 #define TILE_ROWS 6  // with TILE_OUTPUTS outputs, the sums fill the registers
 #ifdef __AVX512F__
 #define TILE_OUTPUTS 4
@@ -28,11 +24,7 @@ typedef struct {
   int is_bf16, y_is_bf16;
 } Product;
 
-#ifdef __AVX512BF16__
-#define HALVES(is_bf16) ((is_bf16) ? 1 : 2)
-#else
-#define HALVES(is_bf16) 2
-#endif
+#define HALVES(is_bf16) ((is_bf16) && CAN_MULTIPLY_PAIRS ? 1 : 2)
 
 // What `multiply` takes, of PAIR elements from `from`: one vector with two elements in each lane, or one of two halves.
 INLINED floats operand(const char* from, int64_t at, int half, int is_bf16) {
@@ -40,13 +32,6 @@ INLINED floats operand(const char* from, int64_t at, int half, int is_bf16) {
   floats pairs;
   memcpy(&pairs, from + 2 * at, sizeof pairs);
   return pairs;
-}
-
-INLINED floats multiply(floats sum, floats x, floats y, int is_bf16) {
-#ifdef __AVX512BF16__
-  if (is_bf16) return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)y);
-#endif
-  return sum + x * y;
 }
 
 INLINED void tile(int rows, int outputs, int is_bf16, const floats* x, const char* w, int64_t size,

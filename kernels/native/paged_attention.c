@@ -46,12 +46,31 @@ static int64_t page_start(const Attention* a, int64_t b, int64_t s, int64_t head
   return ((page * a->K + head) * a->page + s % a->page) * a->hd;
 }
 
-INLINED void score_tile(int rows, const float* q, int64_t hd, const floats* turned, float* scores, int64_t stride) {
+INLINED void score_tile(int rows, int is_bf16, const char* q, int64_t size, const floats* turned, float* scores,
+                        int64_t stride) {
   floats acc[TILE_ROWS] = {0};
-  for (int64_t d = 0; d < hd; d++)
+  for (int64_t i = 0; i < size; i++)
 #pragma GCC unroll 6
-    for (int r = 0; r < rows; r++) acc[r] += turned[d] * q[r * hd + d];
+    for (int r = 0; r < rows; r++) {
+      uint32_t word;
+      memcpy(&word, q + (r * size + i) * 4, 4);
+      acc[r] = multiply(acc[r], turned[i], same_word(word), is_bf16);
+    }
   for (int r = 0; r < rows; r++) memcpy(scores + r * stride, &acc[r], sizeof acc[r]);
+}
+
+// The keys of LANES positions from `k`, as `multiply` takes them; vector i holds operand i of each position.
+INLINED void turn_keys(const char* k, int64_t hd, int is_bf16, floats* turned) {
+  const int64_t size = hd * (is_bf16 ? 2 : 4);
+  for (int64_t at = 0; at < size; at += sizeof(floats)) {
+    floats keys[LANES];
+    for (int64_t i = 0; i < LANES; i++) memcpy(&keys[i], k + i * size + at, sizeof keys[i]);
+    turn(keys);
+    for (int64_t i = 0; i < LANES; i++) {
+      if (!is_bf16 || CAN_MULTIPLY_PAIRS) *turned++ = keys[i];
+      else for (int half = 0; half < 2; half++) *turned++ = load((const char*)&keys[i], 0, half, 1);
+    }
+  }
 }
 
 // PAIR channels from d of the weighted sums of the values at positions first .. end - 1.
@@ -126,29 +145,26 @@ INLINED void attend(const Attention* a, int64_t item, int64_t worker, int is_bf1
   end = (end + LANES - 1) / LANES * LANES;
   const int64_t stride = end - first;
 
-  float* q = a->scratch + worker * a->scratch_size;  // [rows, hd]
-  floats* turned = (floats*)(q + a->rows * hd);      // [hd] of LANES positions
-  float* scores = (float*)(turned + hd);             // [rows, stride]
+  const int64_t size = is_bf16 && CAN_MULTIPLY_PAIRS ? hd / 2 : hd;  // operands of a row
+  char* q = (char*)(a->scratch + worker * a->scratch_size);           // [rows, size]
+  floats* turned = (floats*)((float*)q + a->rows * hd);               // [size] of LANES positions
+  float* scores = (float*)(turned + hd);                              // [rows, stride]
   const int64_t row_at = ((b * a->T) * a->H + head * a->G) * hd;
   for (int64_t r = 0; r < rows; r++) {
-    const int64_t at = row_at + ((first_row + r) / a->G * a->H + (first_row + r) % a->G) * hd;
-    for (int64_t d = 0; d < hd; d += PAIR)
-      for (int half = 0; half < 2; half++) {
-        const floats x = load(a->q, at + d, half, is_bf16);
-        for (int lane = 0; lane < LANES; lane++) q[r * hd + d + place(half, lane, is_bf16)] = x[lane];
-      }
+    const char* row = a->q + (row_at + ((first_row + r) / a->G * a->H + (first_row + r) % a->G) * hd) * width;
+    if (size * 4 == hd * width) memcpy(q + r * size * 4, row, size * 4);
+    else for (int64_t d = 0; d < hd; d++) {
+      uint16_t bits;
+      memcpy(&bits, row + d * 2, 2);
+      const uint32_t wide = (uint32_t)bits << 16;
+      memcpy(q + (r * size + d) * 4, &wide, 4);
+    }
   }
 
   for (int64_t s = first; s < end; s += LANES) {
-    const char* k = a->k + page_start(a, b, s, head) * width;
-    for (int64_t i = 0; i < LANES; i++)
-      for (int64_t d = 0; d < hd; d += PAIR)
-        for (int half = 0; half < 2; half++) {
-          const floats x = load(k, i * hd + d, half, is_bf16);
-          for (int lane = 0; lane < LANES; lane++) ((float*)&turned[d + place(half, lane, is_bf16)])[i] = x[lane];
-        }
+    turn_keys(a->k + page_start(a, b, s, head) * width, hd, is_bf16, turned);
     for (int64_t r = 0; r < rows; r += TILE_ROWS) {
-#define RUN(n) score_tile(n, q + r * hd, hd, turned, scores + r * stride + s - first, stride)
+#define RUN(n) score_tile(n, is_bf16, q + r * size * 4, size, turned, scores + r * stride + s - first, stride)
       ANY_ROWS(rows - r < TILE_ROWS ? rows - r : TILE_ROWS)
 #undef RUN
     }
@@ -195,10 +211,15 @@ XLA_FFI_Error* spec_jax_paged_attention(XLA_FFI_CallFrame* frame) {
       .scale = *(const float*)argument(frame, 5)->data, .window = *(const int32_t*)argument(frame, 6)->data,
       .is_bf16 = is_bf16(q),
   };
-  a.rows = a.T * a.G < BLOCK_ROWS ? a.T * a.G : BLOCK_ROWS;
-  a.blocks = a.rows == 0 ? 0 : (a.T * a.G + a.rows - 1) / a.rows;
-  const int64_t items = q->dims[0] * a.K * a.blocks, most = num_threads(frame), threads = items < most ? items : most;
-  if (items == 0) return NULL;
+  const int64_t all_rows = a.T * a.G, heads = q->dims[0] * a.K, most = num_threads(frame);
+  a.blocks = (all_rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
+  // Blocks of fewer rows turn more keys, but where there are few heads they keep all threads busy.
+  while (heads * a.blocks % most != 0 && heads * a.blocks < 4 * most && all_rows / (a.blocks + 1) >= TILE_ROWS)
+    a.blocks++;
+  if (heads * a.blocks == 0) return NULL;
+  a.rows = (all_rows + a.blocks - 1) / a.blocks;
+  a.blocks = (all_rows + a.rows - 1) / a.rows;
+  const int64_t items = heads * a.blocks, threads = items < most ? items : most;
   const int64_t S = a.table_size * a.page, all = q->dims[0] * a.T;
   int64_t longest = 0;
   for (int64_t i = 0; i < all; i++) longest = a.positions[i] >= longest ? (int64_t)a.positions[i] + 1 : longest;
