@@ -64,12 +64,14 @@ INLINED floats same(float value) { return (floats){0} + value; }
 // Lanes hold the same 32 bits each: a float32, or a pair of bfloat16.
 INLINED floats same_word(uint32_t word) { return (floats)((words){0} + word); }
 
-// sum + x y, lane by lane; where CAN_MULTIPLY_PAIRS, lanes of bfloat16 hold pairs of them, and both products are added.
+// Whether `multiply` takes a pair of elements in each lane, as bfloat16 lies in memory, or one widened to float32.
 #ifdef __AVX512BF16__
-#define CAN_MULTIPLY_PAIRS 1
+#define IN_PAIRS(is_bf16) (is_bf16)
 #else
-#define CAN_MULTIPLY_PAIRS 0
+#define IN_PAIRS(is_bf16) 0
 #endif
+
+// sum + x y, lane by lane; of pairs, both products are added.
 INLINED floats multiply(floats sum, floats x, floats y, int is_bf16) {
 #ifdef __AVX512BF16__
   if (is_bf16) return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)y);

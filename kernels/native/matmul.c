@@ -24,7 +24,7 @@ typedef struct {
   int is_bf16, y_is_bf16;
 } Product;
 
-#define HALVES(is_bf16) ((is_bf16) && CAN_MULTIPLY_PAIRS ? 1 : 2)
+#define HALVES(is_bf16) (IN_PAIRS(is_bf16) ? 1 : 2)
 
 // What `multiply` takes, of PAIR elements from `from`: one vector with two elements in each lane, or one of two halves.
 INLINED floats operand(const char* from, int64_t at, int half, int is_bf16) {

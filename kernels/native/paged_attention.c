@@ -46,14 +46,14 @@ static int64_t page_start(const Attention* a, int64_t b, int64_t s, int64_t head
   return ((page * a->K + head) * a->page + s % a->page) * a->hd;
 }
 
-INLINED void score_tile(int rows, int is_bf16, const char* q, int64_t size, const floats* turned, float* scores,
+INLINED void score_tile(int rows, int is_bf16, const float* q, int64_t size, const floats* turned, float* scores,
                         int64_t stride) {
   floats acc[TILE_ROWS] = {0};
   for (int64_t i = 0; i < size; i++)
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++) {
       uint32_t word;
-      memcpy(&word, q + (r * size + i) * 4, 4);
+      memcpy(&word, q + r * size + i, 4);
       acc[r] = multiply(acc[r], turned[i], same_word(word), is_bf16);
     }
   for (int r = 0; r < rows; r++) memcpy(scores + r * stride, &acc[r], sizeof acc[r]);
@@ -67,7 +67,7 @@ INLINED void turn_keys(const char* k, int64_t hd, int is_bf16, floats* turned) {
     for (int64_t i = 0; i < LANES; i++) memcpy(&keys[i], k + i * size + at, sizeof keys[i]);
     turn(keys);
     for (int64_t i = 0; i < LANES; i++) {
-      if (!is_bf16 || CAN_MULTIPLY_PAIRS) *turned++ = keys[i];
+      if (!is_bf16 || IN_PAIRS(is_bf16)) *turned++ = keys[i];
       else for (int half = 0; half < 2; half++) *turned++ = load((const char*)&keys[i], 0, half, 1);
     }
   }
@@ -145,26 +145,28 @@ INLINED void attend(const Attention* a, int64_t item, int64_t worker, int is_bf1
   end = (end + LANES - 1) / LANES * LANES;
   const int64_t stride = end - first;
 
-  const int64_t size = is_bf16 && CAN_MULTIPLY_PAIRS ? hd / 2 : hd;  // operands of a row
-  char* q = (char*)(a->scratch + worker * a->scratch_size);           // [rows, size]
-  floats* turned = (floats*)((float*)q + a->rows * hd);               // [size] of LANES positions
-  float* scores = (float*)(turned + hd);                              // [rows, stride]
+  const int64_t size = IN_PAIRS(is_bf16) ? hd / 2 : hd;  // operands of a row
+  float* q = a->scratch + worker * a->scratch_size;      // [rows, size]
+  floats* turned = (floats*)(q + a->rows * hd);          // [size] of LANES positions
+  float* scores = (float*)(turned + hd);                 // [rows, stride]
   const int64_t row_at = ((b * a->T) * a->H + head * a->G) * hd;
   for (int64_t r = 0; r < rows; r++) {
     const char* row = a->q + (row_at + ((first_row + r) / a->G * a->H + (first_row + r) % a->G) * hd) * width;
-    if (size * 4 == hd * width) memcpy(q + r * size * 4, row, size * 4);
-    else for (int64_t d = 0; d < hd; d++) {
-      uint16_t bits;
-      memcpy(&bits, row + d * 2, 2);
-      const uint32_t wide = (uint32_t)bits << 16;
-      memcpy(q + (r * size + d) * 4, &wide, 4);
+    if (IN_PAIRS(is_bf16)) {
+      memcpy(q + r * size, row, size * 4);
+      continue;
     }
+    for (int64_t d = 0; d < hd; d += PAIR)
+      for (int half = 0; half < 2; half++) {
+        const floats x = load(row, d, half, is_bf16);
+        for (int lane = 0; lane < LANES; lane++) q[r * size + d + place(half, lane, is_bf16)] = x[lane];
+      }
   }
 
   for (int64_t s = first; s < end; s += LANES) {
     turn_keys(a->k + page_start(a, b, s, head) * width, hd, is_bf16, turned);
     for (int64_t r = 0; r < rows; r += TILE_ROWS) {
-#define RUN(n) score_tile(n, is_bf16, q + r * size * 4, size, turned, scores + r * stride + s - first, stride)
+#define RUN(n) score_tile(n, is_bf16, q + r * size, size, turned, scores + r * stride + s - first, stride)
       ANY_ROWS(rows - r < TILE_ROWS ? rows - r : TILE_ROWS)
 #undef RUN
     }
