@@ -133,7 +133,7 @@ class TrainDraft:
     num_steps: int = 20_000
     """Training steps, of batch_rows x row_tokens tokens each."""
     draft_vocab_size: int | None = None
-    """The most frequent tokens, which the head can propose: 8192, or as many as initial_head has."""
+    """The most frequent tokens, which the head can propose: 8192, or those of initial_head; more are added to these."""
     max_user_tokens: int = 96
     """Longest user turn that the model writes."""
     max_answer_tokens: int = 192

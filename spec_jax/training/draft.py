@@ -24,7 +24,7 @@ from ..models.eagle import Eagle3
 from ..sharding import ShardingRules, use_mesh
 from .conversations import Conversation, read_conversations, read_prompts, write_conversations
 from .features import FeatureFile, Text, make_texts
-from .new_head import new_head
+from .new_head import grow_vocabulary, new_head
 from .objective import SharedWeights
 from .train import Progress, TrainConfig, train
 
@@ -62,7 +62,7 @@ def train_draft(
       prompts: a file of user turns (`read_prompts`); by default the model writes `num_conversations` of them.
       initial_head: folder of a head that training goes on from; it is unrolled `num_unrolled` times from the first step,
         and the learning rate falls from then on. By default the head starts from its target.
-      draft_vocab_size: 8192 by default; that of `initial_head`, where there is one.
+      draft_vocab_size: 8192 by default. That of `initial_head`, where there is one; a larger one adds to its tokens.
       num_steps: of `batch_rows` rows of `row_tokens` tokens each.
       num_unrolled: steps of the training-time test.
 
@@ -88,7 +88,7 @@ def train_draft(
     # A checkpoint measures as well, which takes as long as some 30 steps.
     config = TrainConfig(
         num_steps=num_steps, num_unrolled=num_unrolled, rows=batch_rows, row_tokens=row_tokens,
-        learning_rate=learning_rate, seed=seed, steps_per_checkpoint=min(max(num_steps // 4, 50), 200),
+        learning_rate=learning_rate, dtype=dtype, seed=seed, steps_per_checkpoint=min(max(num_steps // 4, 50), 200),
     )  # fmt: skip
     if initial_head is not None:
         config = replace(config, first_unrolled=num_unrolled, final_share=1.0)
@@ -106,8 +106,12 @@ def train_draft(
         model, draft="none", dtype=dtype, max_num_seqs=max_num_seqs, max_model_len=max_len,
         num_kv_tokens=max_num_seqs * max_len, tensor_parallel_size=tensor_parallel_size,
     )  # fmt: skip
-    initial = None if initial_head is None else _open_initial(initial_head, llm, draft_vocab_size)
-    head_config = EagleConfig.for_target(llm.config, draft_vocab_size or 8192) if initial is None else initial.config
+    if initial_head is None:
+        initial, head_config = None, EagleConfig.for_target(llm.config, draft_vocab_size or 8192)
+    else:
+        initial = open_head(initial_head, llm.config, llm.tokenizer)
+        check_exportable(initial.config)
+        head_config = _grown(initial.config, draft_vocab_size, llm.config, initial_head)
     settings |= {"initial_head": initial_head and str(initial_head), "draft_vocab_size": head_config.draft_vocab_size}
     ShardingRules().usable(llm.mesh, replace(head_config.layer, vocab_size=head_config.draft_vocab_size))
     console = Console(stderr=True)
@@ -124,15 +128,12 @@ def train_draft(
     return output
 
 
-def _open_initial(folder: Path, llm: LLM, draft_vocab_size: int | None) -> HeadFiles:
-    files = open_head(folder, llm.config, llm.tokenizer)
-    check_exportable(files.config)
-    size = files.config.draft_vocab_size
-    if draft_vocab_size not in (None, size):
-        raise UserError(
-            f"draft_vocab_size is {draft_vocab_size}, and {folder} has {size}: leave it out to go on from there"
-        )
-    return files
+def _grown(config: EagleConfig, draft_vocab_size: int | None, target: ModelConfig, folder: Path) -> EagleConfig:
+    has, most = config.draft_vocab_size, target.vocab_size
+    size = has if draft_vocab_size is None else draft_vocab_size
+    if not has <= size <= most:
+        raise UserError(f"draft_vocab_size is {size}, and {folder} has {has}: allowed are {has} to {most}")
+    return replace(config, draft_vocab_size=size)
 
 
 @contextmanager
@@ -178,12 +179,13 @@ def _train_on(
         head = new_head(llm.decoder, head_config, draft_ids, config.seed, llm.mesh)
     else:
         head = cast(Eagle3, initial.load(dtype="float32", mesh=llm.mesh))
-        draft_ids = np.asarray(cast(nnx.Variable, head.target_ids)[...])
+        known = np.asarray(cast(nnx.Variable, head.target_ids)[...]).tolist()
+        draft_ids = draft_vocabulary(conversations, llm.config, head_config.draft_vocab_size, known)
+        grow_vocabulary(head, llm.decoder, draft_ids, llm.mesh)
     places = np.full(llm.config.vocab_size, -1, np.int32)
     places[draft_ids] = np.arange(len(draft_ids))
-    embedding = llm.decoder.embedding[...].astype(jnp.float32)
-    output_rows = (llm.decoder.embedding if llm.decoder.head is None else llm.decoder.head)[...][draft_ids]
-    shared = SharedWeights(embedding, output_rows.astype(jnp.float32), jnp.asarray(places))
+    scores = llm.decoder.embedding if llm.decoder.head is None else llm.decoder.head
+    shared = SharedWeights(llm.decoder.embedding[...], scores[...][draft_ids], jnp.asarray(places))
     held_out = held_out_texts(texts)
     history = work / "progress.jsonl"
     for progress in train(head, shared, file, texts, held_out, config, work / "checkpoints"):
@@ -194,11 +196,13 @@ def _train_on(
     export_head(head, llm.config, llm.tokenizer, output)  # where the last step was done, but not its file
 
 
-def draft_vocabulary(conversations: Sequence[Conversation], target: ModelConfig, size: int) -> np.ndarray:
-    """The `size` most frequent tokens of the answers, [size] ascending ids; the lowest ids, which byte-pair encoding gives
-    to what is frequent anyway, where there are not so many."""
+def draft_vocabulary(
+    conversations: Sequence[Conversation], target: ModelConfig, size: int, known: Sequence[int] = ()
+) -> np.ndarray:
+    """`known` and the most frequent tokens of the answers, [size] ascending ids; the lowest ids, which byte-pair encoding
+    gives to what is frequent anyway, where there are not so many."""
     counts = Counter(token for conversation in conversations for token in conversation.answer)
-    frequent = dict.fromkeys([*target.eos_token_ids, *(token for token, _ in counts.most_common(size))])
+    frequent = dict.fromkeys([*known, *target.eos_token_ids, *(token for token, _ in counts.most_common(size))])
     rest = (token for token in range(target.vocab_size) if token not in frequent)
     kept = list(frequent)[:size]
     kept += [token for token, _ in zip(rest, range(size - len(kept)), strict=False)]

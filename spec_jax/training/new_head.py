@@ -1,10 +1,12 @@
-"""An untrained EAGLE-3 head that starts from its target."""
+"""The head that training starts from: an untrained one, or a trained one with a larger draft vocabulary."""
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh
 
 from ..config import EagleConfig
@@ -21,7 +23,6 @@ def new_head(
     last: Any = target.layers[-1]
     D, rules = config.layer.hidden_size, ShardingRules()
     noise = np.random.default_rng(seed)
-    scores = target.embedding if target.head is None else target.head
 
     def value(path: str, shape: tuple[int, ...]) -> jax.Array:
         def near_zero() -> jax.Array:
@@ -31,7 +32,7 @@ def new_head(
             case "target_ids":
                 return jnp.asarray(draft_ids, jnp.int32)
             case "head":
-                return scores[...][draft_ids].astype(jnp.float32)
+                return _scores(target, draft_ids)
             case "norm":
                 return target.norm.weight[...].astype(jnp.float32)
             case "fc":
@@ -58,3 +59,21 @@ def new_head(
         return place(np.asarray(value(path, shape)), axes, mesh, rules)
 
     return Eagle3(source, config, rules)
+
+
+def grow_vocabulary(head: Eagle3, target: Decoder, draft_ids: np.ndarray, mesh: Mesh | None = None) -> None:
+    """Gives `head`, in place, the draft vocabulary `draft_ids` [Vd], which holds its own: rows of scores that are new are
+    those of the target."""
+    axes, rules = ("vocab", "embed"), ShardingRules()
+    known = np.asarray(cast(nnx.Variable, head.target_ids)[...])
+    rows = np.asarray(_scores(target, draft_ids)).copy()
+    rows[np.searchsorted(draft_ids, known)] = np.asarray(head.head[...])
+    head.head = nnx.Param(place(rows, axes, mesh, rules), logical_axes=axes)
+    head.target_ids = nnx.Variable(place(draft_ids.astype(np.int32), (None,), mesh, rules))
+    head.config = replace(head.config, draft_vocab_size=len(draft_ids))
+
+
+def _scores(target: Decoder, draft_ids: np.ndarray) -> jax.Array:
+    """[Vd, D] float32: the target's rows of scores."""
+    scores = target.embedding if target.head is None else target.head
+    return scores[...][draft_ids].astype(jnp.float32)

@@ -30,6 +30,7 @@ class TrainConfig:
     in equal parts: a step costs what it unrolls, and the first draft must be good before others follow it.
 
     The learning rate is constant, but for the warm-up and the last `final_share` of the steps, over which it falls to zero.
+    Weights are trained in float32; passes over them compute in `dtype`, which `shared` has.
     """
 
     num_steps: int
@@ -42,6 +43,7 @@ class TrainConfig:
     warmup_steps: int = 50
     final_share: float = 0.2
     clip: float = 0.5
+    dtype: str = "float32"
     seed: int = 0
     steps_per_checkpoint: int = 50
 
@@ -81,12 +83,17 @@ def train(
             )
             nnx.update(head, state["params"])
 
+        def cast(params: Any, rest: Any, batch: Batch) -> tuple[Eagle3, Batch]:
+            head, features, hidden = jax.tree.map(
+                lambda x: x.astype(config.dtype), (params, batch.features, batch.hidden)
+            )
+            return nnx.merge(graph, head, rest), batch._replace(features=features, hidden=hidden)
+
         @partial(jax.jit, donate_argnums=0, static_argnums=4)
         def update(state: Any, rest: Any, shared: SharedWeights, batch: Batch, num_unrolled: int) -> tuple[Any, Any]:
             def loss(params: Any) -> Any:
-                return unrolled_loss(
-                    nnx.merge(graph, params, rest), shared, _cast(batch, params), num_unrolled, config.decay
-                )
+                head, cast_batch = cast(params, rest, batch)
+                return unrolled_loss(head, shared, cast_batch, num_unrolled, config.decay)
 
             (_, seen), gradients = jax.value_and_grad(loss, has_aux=True)(state["params"])
             changes, optimizer_state = optimizer.update(gradients, state["optimizer"], state["params"])
@@ -96,8 +103,8 @@ def train(
 
         @jax.jit
         def evaluate(params: Any, rest: Any, shared: SharedWeights, batch: Batch) -> Any:
-            head = nnx.merge(graph, params, rest)
-            return unrolled_loss(head, shared, _cast(batch, params), _EVALUATED_STEPS, 1.0)[1][0]
+            head, cast_batch = cast(params, rest, batch)
+            return unrolled_loss(head, shared, cast_batch, _EVALUATED_STEPS, 1.0)[1][0]
 
         kept = set(held_out)
         chosen = [i for i in range(len(texts)) if i not in kept]
@@ -140,9 +147,3 @@ def _learning_rate(config: TrainConfig, step: jax.Array) -> jax.Array:
 def _endless(texts: Sequence[Text], chosen: Sequence[int], config: TrainConfig) -> Iterator[list[list[int]]]:
     for epoch in range(10**9):
         yield from batches(texts, chosen, config.rows, config.row_tokens, config.seed * 10**9 + epoch)
-
-
-def _cast(batch: Batch, params: Any) -> Batch:
-    """Features in the dtype of the head."""
-    dtype = jax.tree.leaves(params)[0].dtype
-    return batch._replace(features=batch.features.astype(dtype), hidden=batch.hidden.astype(dtype))

@@ -31,6 +31,7 @@ from tests.conftest import TINY, write_model_folder
 DEEP = replace(TINY, num_layers=6)
 IDS = np.array([0, 2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47])
 RNG = np.random.default_rng(0)
+FILE = "model.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -161,18 +162,22 @@ def test_stored_hidden_states_are_the_targets_and_go_on_after_a_kill(target, tmp
         assert batch.tokens[row, place].tolist() == text.tokens
 
 
-def trained(target, folder, num_steps, stop_after=None):
+def trained(target, folder, num_steps, stop_after=None, dtype="float32"):
     """Weights after training; with `stop_after`, of a run that ended there and of one that went on from it."""
     config = EagleConfig.for_target(DEEP, len(IDS))
     rng = np.random.default_rng(7)
     texts = [Text(tokens := rng.choice(IDS, size).tolist(), [True] * len(tokens)) for size in rng.integers(5, 30, 30)]
     file = FeatureFile(folder / "features.bin", texts, config)
     list(file.fill(target, config))
-    settings = TrainConfig(num_steps=num_steps, num_unrolled=2, row_tokens=32, warmup_steps=2, steps_per_checkpoint=2)
+    settings = TrainConfig(
+        num_steps=num_steps, num_unrolled=2, row_tokens=32, warmup_steps=2, steps_per_checkpoint=2, dtype=dtype
+    )  # fmt: skip
+    shared = shared_weights(target)
+    shared = SharedWeights(shared.embedding.astype(dtype), shared.output.astype(dtype), shared.places)
     for limit in [stop_after, None] if stop_after else [None]:
         head = new_head(target, config, IDS, seed=0)
         seen = []
-        for progress in train(head, shared_weights(target), file, texts, [0, 1], settings, folder / "checkpoints"):
+        for progress in train(head, shared, file, texts, [0, 1], settings, folder / "checkpoints"):
             seen.append(progress)
             if progress.step == limit:
                 break
@@ -188,6 +193,17 @@ def test_a_run_that_was_killed_goes_on_exactly(target, tmp_path):
         np.testing.assert_array_equal(a, b)
     assert [p[:5] for p in seen[2:]] == [p[:5] for p in seen_again]
     assert seen[-1].num_tokens > seen[0].num_tokens
+
+
+def test_passes_in_bfloat16_train_weights_in_float32(target, tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    (exact, seen), (rounded, seen_rounded) = (
+        trained(target, tmp_path / name, 8, dtype=dtype) for name, dtype in (("a", "float32"), ("b", "bfloat16"))
+    )
+    assert [x.dtype for x in rounded] == [x.dtype for x in exact]
+    assert any(np.any(a != b) for a, b in zip(exact, rounded, strict=True))
+    assert [p.loss for p in seen_rounded] == pytest.approx([p.loss for p in seen], rel=0.02)
 
 
 @pytest.fixture(scope="module")
@@ -320,10 +336,20 @@ def test_training_goes_on_from_a_head_where_that_one_stood(deep_folder, tmp_path
         json.loads((folder / "work" / "progress.jsonl").read_text().splitlines()[-1]) for folder in (first, again)
     )
     assert after["agreement"] == pytest.approx(before["agreement"], abs=0.03)  # the file is bfloat16
-    heads = [load_file(folder / "model.safetensors") for folder in (first, again)]
+    heads = [load_file(folder / FILE) for folder in (first, again)]
     np.testing.assert_array_equal(heads[0]["d2t"], heads[1]["d2t"])
     assert len(heads[1]["d2t"]) == 64
-    with pytest.raises(UserError, match=r"draft_vocab_size is 32, and .*first has 64"):
+    with pytest.raises(UserError, match=r"draft_vocab_size is 32, and .*first has 64: allowed are 64 to 259"):
         train_draft(output=tmp_path / "other", num_steps=1, initial_head=first, draft_vocab_size=32, **options)
+    still = options | {"learning_rate": 1e-12, "num_steps": 1}
+    larger = load_file(train_draft(output=tmp_path / "l", initial_head=first, draft_vocab_size=96, **still) / FILE)
+    ids, known = (file["d2t"] + np.arange(len(file["d2t"])) for file in (larger, heads[0]))
+    assert len(ids) == 96
+    assert set(known) < set(ids)
+    own = load_file(deep_folder / FILE)["lm_head.weight"].astype(larger["lm_head.weight"].dtype)
+    own[known] = heads[0]["lm_head.weight"]  # what the head learned stays, the target gives the rest
+    np.testing.assert_array_equal(larger["lm_head.weight"], own[ids])
+    for name in set(larger) - {"lm_head.weight", "d2t", "t2d"}:
+        np.testing.assert_array_equal(larger[name], heads[0][name])
     with pytest.raises(UserError, match=r"begun with initial_head .*first"):
         train_draft(output=tmp_path / "again", num_steps=1, draft_vocab_size=64, **options)
